@@ -1,0 +1,1 @@
+"""The suite around the library: runs, tasks, tables and figures."""

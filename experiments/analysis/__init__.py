@@ -1,0 +1,1 @@
+"""From finished runs to tables and figures: `collect`, `statistics`, `tables`, `figures`."""

@@ -1,0 +1,175 @@
+"""Checks of a configuration that need more than a type: ranges, choices, and fields that contradict each other.
+
+Imports neither torch nor transformers, so that a wrong setting is refused before anything slow happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.config import (
+    KINDS,
+    Config,
+    CustomRebalance,
+    Data,
+    GPT2Model,
+    LlamaModel,
+    Model,
+    Optimizer,
+    Rebalance,
+    ReciprocalImbalance,
+    Saggs,
+)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot mean what it says: the message names the key, its value and the remedy."""
+
+
+def validated(config: DictConfig) -> Config:
+    """The composed configuration as dataclasses, after all checks. Raises ConfigError."""
+    _require_known(config, "")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"no value for {', '.join(missing)}; set it, as in {missing[0]}=VALUE")
+    result = OmegaConf.to_object(config)
+    assert isinstance(result, Config)
+    check(result)
+    return result
+
+
+def _require_known(node: DictConfig, prefix: str) -> None:
+    """Hydra's `+key=value` may add keys that the schema lacks; none of them would have an effect."""
+    known = [f.name for f in dataclasses.fields(OmegaConf.get_type(node))]  # type: ignore[arg-type]
+    for key in map(str, node):
+        if key not in known:
+            raise ConfigError(f"{prefix}{key} is not a setting{nearest(key, known)}")
+        if OmegaConf.is_missing(node, key):
+            continue
+        child = node[key]
+        if isinstance(child, DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(child)):
+            _require_known(child, f"{prefix}{key}.")
+
+
+def nearest(word: str, options: Any) -> str:
+    """'; did you mean X?' where one of `options` is near to `word`, else ''."""
+    near = difflib.get_close_matches(word, [str(o) for o in options], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _require(condition: bool, key: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}={value}: {remedy}")
+
+
+def _one_of(key: str, value: str, options: tuple[str, ...]) -> None:
+    _require(value in options, key, value, f"choose one of {', '.join(options)}{nearest(value, options)}")
+
+
+def check(config: Config) -> None:
+    """Raise a ConfigError for the first setting that is out of range or contradicts another one."""
+    _check_model(config.model)
+    _check_data(config.data)
+    _check_optimizer(config.optimizer)
+    _check_imbalance(config)
+    _check_rebalance(config.rebalance)
+    _check_training(config)
+    _require(config.seed >= 0, "seed", config.seed, "must be 0 or more")
+    _one_of("wandb.mode", config.wandb.mode, ("disabled", "offline", "online", "auto"))
+
+
+def _positive(prefix: str, node: object, *names: str) -> None:
+    for name in names:
+        value = getattr(node, name)
+        _require(value is None or value >= 1, f"{prefix}.{name}", value, "must be at least 1")
+
+
+def _check_model(model: Model) -> None:
+    _positive("model", model, "layers", "width", "heads", "context")
+    _require(model.width % model.heads == 0, "model.heads", model.heads, f"must divide model.width={model.width}")
+    if isinstance(model, GPT2Model):
+        _require(0 <= model.dropout < 1, "model.dropout", model.dropout, "must lie in [0, 1)")
+    if isinstance(model, LlamaModel):
+        _positive("model", model, "kv_heads", "mlp_width")
+        fits = model.heads % model.kv_heads == 0
+        _require(fits, "model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}")
+        _require(model.width // model.heads % 2 == 0, "model.heads", model.heads, "RoPE needs an even head size")
+
+
+def _check_data(data: Data) -> None:
+    _one_of("data.tokenizer", data.tokenizer, ("bpe", "gpt2"))
+    _positive("data", data, "limit_documents")
+    if data.tokenizer == "gpt2":
+        _require(data.vocabulary == 50257, "data.vocabulary", data.vocabulary, "GPT-2's tokenizer has 50257 entries")
+    else:
+        _require(data.vocabulary > 256, "data.vocabulary", data.vocabulary, "a byte-level BPE needs more than 256")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    rate = optimizer.learning_rate
+    _require(0 < rate < math.inf, "optimizer.learning_rate", rate, "must be positive and finite")
+    _require(optimizer.weight_decay >= 0, "optimizer.weight_decay", optimizer.weight_decay, "must be 0 or more")
+    for name in ("beta1", "beta2", "momentum", "alpha"):
+        value = getattr(optimizer, name, 0.0)
+        _require(0 <= value < 1, f"optimizer.{name}", value, "must lie in [0, 1)")
+    _require(getattr(optimizer, "eps", 0.0) >= 0, "optimizer.eps", getattr(optimizer, "eps", 0.0), "must be 0 or more")
+
+
+def _check_kinds(key: str, kinds: list[str]) -> None:
+    _require(bool(kinds) and len(set(kinds)) == len(kinds), key, kinds, "name each kind once, at least one")
+    for kind in kinds:
+        _one_of(key, kind, KINDS)
+
+
+def _check_imbalance(config: Config) -> None:
+    imbalance = config.imbalance
+    if isinstance(imbalance, ReciprocalImbalance):
+        _one_of("imbalance.distribution", imbalance.distribution, ("fixed", "log_uniform"))
+        _require(imbalance.factor > 0 and imbalance.factor != 1, "imbalance.factor", imbalance.factor,
+                 "must be positive and not 1")  # fmt: skip
+        if imbalance.distribution == "log_uniform":
+            _require(imbalance.factor > 1, "imbalance.factor", imbalance.factor, "log_uniform needs a factor above 1")
+        inside = 0 <= imbalance.step < config.training.steps
+        _require(inside, "imbalance.step", imbalance.step, f"must lie in [0, training.steps={config.training.steps})")
+        _check_kinds("imbalance.kinds", imbalance.kinds)
+
+
+def _check_rebalance(rebalance: Rebalance) -> None:
+    if isinstance(rebalance, Saggs | CustomRebalance):
+        _require(rebalance.every >= 1, "rebalance.every", rebalance.every,
+                 "the period must be at least 1 step; rebalance=none never rebalances")  # fmt: skip
+        _check_kinds("rebalance.kinds", rebalance.kinds)
+    if isinstance(rebalance, Saggs):
+        inside = 0 < rebalance.damping <= 1
+        _require(inside, "rebalance.damping", rebalance.damping, "must lie in (0, 1]; 1 is hard balancing")
+
+
+def _check_training(config: Config) -> None:
+    t = config.training
+    _positive("training", t, "steps", "total_batch_tokens", "micro_batch_sequences", "loss_chunk_tokens", "threads")
+    _positive("evaluation", config.evaluation, "every", "curve_tokens", "batch_sequences")
+    _positive("checkpoint", config.checkpoint, "every", "keep")
+    _positive("logging", config.logging, "every")
+    context = config.model.context
+    _require(t.total_batch_tokens % context == 0, "training.total_batch_tokens", t.total_batch_tokens,
+             f"must be a multiple of model.context={context}")  # fmt: skip
+    sequences = t.total_batch_tokens // context
+    if t.micro_batch_sequences is not None:
+        _require(t.micro_batch_sequences <= sequences, "training.micro_batch_sequences", t.micro_batch_sequences,
+                 f"the whole batch has only {sequences} sequences")  # fmt: skip
+    _require(0 <= t.warmup_steps <= t.steps, "training.warmup_steps", t.warmup_steps,
+             f"must lie in [0, training.steps={t.steps}]")  # fmt: skip
+    _one_of("training.schedule", t.schedule, ("cosine", "constant"))
+    _require(0 <= t.final_rate_fraction <= 1, "training.final_rate_fraction", t.final_rate_fraction, "lies in [0, 1]")
+    _require(t.clip_norm is None or t.clip_norm > 0, "training.clip_norm", t.clip_norm,
+             "must be positive; null turns clipping off")  # fmt: skip
+    _one_of("training.precision", t.precision, ("float32", "bf16_autocast"))
+    _one_of("training.device", t.device, ("cpu", "cuda", "auto"))
+    if t.schedule == "constant":
+        _require(t.final_rate_fraction == 1, "training.final_rate_fraction", t.final_rate_fraction,
+                 "a constant schedule ends at 1")  # fmt: skip

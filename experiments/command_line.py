@@ -1,0 +1,143 @@
+"""What `train.py` does around a run: clean messages, exit codes, and the account of a sweep.
+
+Exit codes: 0 done, skipped or left alone; 1 failed, or any run of a sweep failed; 2 refused before a run was opened;
+3 diverged; 130 and 143 interrupted by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import config as schema
+from experiments.checks import ConfigError, validated
+from experiments.identity import Identity
+from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnded, peek, runs_root
+
+log = logging.getLogger(__name__)
+
+TASKS = {"language_model": "experiments.language_model.task"}
+
+FAILED, REFUSED, DIVERGED = 1, 2, 3
+
+
+def run(settings: DictConfig) -> str:
+    """Carry out one composed configuration, unless there is nothing left to do.
+
+    Returns:
+        "done", or "skipped" or "alive" where another process or an earlier one did it.
+
+    Raises:
+        ConfigError: before a run is opened.
+        Diverged, Interrupted: after the run's status says so.
+    """
+    config = validated(settings)
+    if config.task not in TASKS:
+        raise ConfigError(f"task={config.task}: choose one of {', '.join(TASKS)}")
+    identity = Identity.of(config)
+    directory = runs_root(config) / identity.run_id
+    state = peek(directory)
+    if state.status in ENDED:
+        return _say("skipped", f"{identity.run_id} is {state.status} already: {directory}")
+    if state.status == "running":
+        return _say("alive", f"{identity.run_id} is running in another process; it is left alone")
+    if config.reuse_committed and (committed := schema.RESULTS / "runs" / f"{identity.run_id}.json").exists():
+        return _say("skipped", f"{identity.run_id} is committed already: {committed}")
+    # Only now: what follows imports torch and transformers.
+    prepared = importlib.import_module(TASKS[config.task]).prepare(config)
+    try:
+        opened = Run.open(config, prepared.facts, prepared.total_steps)
+    except RunAlive as error:
+        return _say("alive", str(error))
+    except RunEnded as error:
+        return _say("skipped", str(error))
+    with opened.recording():
+        opened.succeed(prepared.execute(opened))
+    return _say("done", f"{identity.run_id} is done: {directory}")
+
+
+def _say(outcome: str, message: str) -> str:
+    log.info(message)
+    return outcome
+
+
+def main(hydra_main: Callable[[], Any], arguments: Sequence[str]) -> int:
+    """Run Hydra's main function; errors become one clean message and an exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
+    os.environ.setdefault("TQDM_MININTERVAL", "0.5")
+    sweep = any(a in ("-m", "--multirun") for a in arguments)
+    try:
+        hydra_main()
+        code = 0
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"interrupted: {error}", file=sys.stderr)
+        return 130 if "SIGTERM" not in str(error) else 143
+    except Diverged as error:
+        print(f"diverged: {error}", file=sys.stderr)
+        code = DIVERGED
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"refused: {explain(error)}", file=sys.stderr)
+        return REFUSED
+    except ValueError as error:
+        if not _refused_before_opening(error):
+            traceback.print_exc()
+            code = FAILED
+        else:
+            print(f"refused: {error}", file=sys.stderr)
+            code = REFUSED
+    except Exception:
+        traceback.print_exc()
+        code = FAILED
+    return _account(arguments) if sweep else code
+
+
+def _refused_before_opening(error: ValueError) -> bool:
+    """A ConfigError, or whatever else `prepare` refused, as missing data: all of them happen before `Run.open`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not any(frame.name == "execute" for frame in frames)
+
+
+def _account(arguments: Sequence[str]) -> int:
+    """After a sweep: a table of every run, done, failed or missing; exit code 1 unless all are done."""
+    from experiments import sweep
+
+    overrides = [a for a in arguments if not a.startswith("-")]
+    runs = sweep.expand(overrides)
+    sweep.print_states(runs)
+    return 0 if all(sweep.state_of(r).status == "done" for r in runs) else FAILED
+
+
+_BAD_KEY = re.compile(r"Key '([^']+)'|Could not override '([^']+)'")
+
+
+def explain(error: BaseException) -> str:
+    """Hydra's and OmegaConf's errors in one line, with the nearest valid key where a key is wrong."""
+    chain, lines = error, []
+    while chain is not None:
+        lines += [line.strip() for line in str(chain).splitlines() if line.strip()]
+        chain = chain.__cause__ or chain.__context__  # type: ignore[assignment]
+    lines = list(
+        dict.fromkeys(line for line in lines if not re.match(r"(full_key|reference_type|object_type):?", line))
+    )
+    full = re.search(r"full_key: (\S+)", str(error) + str(error.__cause__ or ""))
+    text = "; ".join(lines[:3])
+    match = _BAD_KEY.search(text)
+    if (match and "not in" in text) or "Could not override" in text:
+        key = full.group(1) if full else (match.group(1) or match.group(2) if match else "")
+        near = difflib.get_close_matches(key, schema.known_keys(), n=1, cutoff=0.5)
+        if near:
+            text += f"; the nearest setting is {near[0]!r}"
+    elif full:
+        text = f"{full.group(1)}: {text}"
+    return text

@@ -1,0 +1,1 @@
+"""The language-model task: corpus, tokens, batches, model, training, evaluation, checkpoint."""
