@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra_plugins.hydra_joblib_launcher.config import JobLibLauncherConf
 from omegaconf import MISSING
 
 KINDS = ("query_key", "value_output", "up_down")
@@ -255,7 +256,7 @@ class Config:
     reuse_committed: bool = False
 
 
-_SCHEMAS: dict[str, dict[str, type]] = {
+OPTIONS: dict[str, dict[str, type]] = {
     "model": {"gpt2": GPT2Model, "llama": LlamaModel, "custom": CustomModel},
     "data": {"corpus": Data},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "rmsprop": RMSprop, "custom": CustomOptimizer},
@@ -267,8 +268,11 @@ _SCHEMAS: dict[str, dict[str, type]] = {
 def register() -> None:
     """Make the schema known to Hydra; YAML files build on `<group>/schema/<option>`. May be called twice."""
     store = ConfigStore.instance()
+    # Two processes of one thread each: the plugin's own default is ten, with as many threads as there are cores.
+    launcher = JobLibLauncherConf(n_jobs=2, pre_dispatch="n_jobs", batch_size="1")
+    store.store(group="hydra/launcher", name="joblib", node=launcher, provider="saggs")
     store.store(name="schema", node=Config)
-    for group, options in _SCHEMAS.items():
+    for group, options in OPTIONS.items():
         for option, node in options.items():
             store.store(group=f"{group}/schema", name=option, node=node, package=group)
 
@@ -283,6 +287,6 @@ def known_keys() -> list[str]:
     for name, node in (("training", Training), ("evaluation", Evaluation), ("logging", Logging),
                        ("checkpoint", Checkpoint), ("wandb", Wandb), ("paths", Paths)):  # fmt: skip
         keys += [f"{name}.{f.name}" for f in fields(node)]
-    for group, options in _SCHEMAS.items():
+    for group, options in OPTIONS.items():
         keys += [f"{group}.{f.name}" for node in options.values() for f in fields(node)]
     return list(dict.fromkeys(keys))

@@ -265,6 +265,7 @@ class Run:
         summary = {key: self.manifest[key] for key in keep}
         curve = [row["validation"] | {"step": row["step"]} for row in self.metrics() if "validation" in row]
         summary |= {"status": status, "steps": self._step, "message": message, "result": result, "curve": curve}
+        summary["seconds"] = round(time.time() - self._started, 1)
         write_json(self.directory / "summary.json", summary)
         self._close(status, message)
 

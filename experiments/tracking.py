@@ -136,7 +136,7 @@ def _init(config: Config, manifest: dict[str, Any], mode: str) -> Any:
         "settings": settings,
     }
     try:
-        run = wandb.init(mode=mode, **arguments)
+        run = wandb.init(mode="online" if mode == "online" else "offline", **arguments)
     except Exception as error:
         if mode == "offline":
             raise

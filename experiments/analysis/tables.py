@@ -11,7 +11,6 @@ import csv
 import difflib
 import io
 import math
-import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from experiments.analysis.statistics import Summary
+from experiments.files import write_atomically
 
 Value = str | int | float | Summary | None
 
@@ -193,13 +193,7 @@ class Table:
 
     def write(self, directory: Path, stem: str) -> list[Path]:
         """Write ``stem``.csv, .md and .tex, each atomically and byte for byte the same for the same table."""
-        latex = self.to_latex(label=stem)
-        check_latex(latex)
-        contents = {".csv": self.to_csv(), ".md": self.to_markdown(), ".tex": latex}
-        paths = [Path(directory) / f"{stem}{suffix}" for suffix in contents]
-        for path, content in zip(paths, contents.values(), strict=True):
-            write_atomically(path, content.encode("utf-8"))
-        return paths
+        return write_table(directory, stem, self, self)
 
     def print_terminal(self, console: Console | None = None) -> None:
         """Print the table on the terminal; cell text is never read as markup."""
@@ -343,15 +337,15 @@ def check_latex(text: str) -> None:
         raise ValueError(f"the LaTeX ends with {open_scopes[-1]!r} still open")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file in one step, so that a reader sees the old bytes or the new ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_table(directory: Path, stem: str, printed: Table, csv: Table) -> list[Path]:
+    """Write ``stem``.csv from one table and .md and .tex from another one of the same facts, each atomically."""
+    latex = printed.to_latex(label=stem)
+    check_latex(latex)
+    contents = {".csv": csv.to_csv(), ".md": printed.to_markdown(), ".tex": latex}
+    paths = [Path(directory) / f"{stem}{suffix}" for suffix in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
+        write_atomically(path, content.encode("utf-8"))
+    return paths
 
 
 def _value(cell: Cell) -> Value:

@@ -18,10 +18,11 @@ from experiments.checks import ConfigError
 from experiments.config import Config, CustomRebalance, ReciprocalImbalance, Saggs
 from experiments.identity import derived_seed
 from experiments.language_model.batches import Batches
+from experiments.language_model.data import load_data
 from experiments.language_model.evaluation import evaluate
 from experiments.language_model.model import build_model
 from experiments.language_model.optimizers import build_optimizer
-from experiments.language_model.tokens import TokenData, load_tokens
+from experiments.language_model.tokens import TokenData
 from experiments.language_model.training import RebalancingRule, Trainer
 from experiments.run import Run
 from experiments.tracking import Tracker
@@ -67,7 +68,6 @@ def prepare(config: Config) -> Prepared:
         DataMissing: the corpus is not there; the message says how to get it.
     """
     torch.set_num_threads(config.training.threads)
-    registry.load_plugins(config.plugins)
     device = _device(config.training.device)
     data = load_data(config)
     model = build_model(config, data.end_of_text_id)
@@ -79,21 +79,6 @@ def prepare(config: Config) -> Prepared:
     batches = Batches(data.train, config.model.context, derived_seed(config.seed, "data"))
     trainer = Trainer(config, optimizer_model, optimizer, pairs, rebalancer, batches, data.validation, device)
     return Prepared(config, trainer, data, _facts(config, data, device))
-
-
-def load_data(config: Config) -> TokenData:
-    """The tokens of the configuration's corpus, from the cache or made now."""
-    data = config.data
-    return load_tokens(
-        data.name,
-        path=data.path,
-        limit_documents=data.limit_documents,
-        tokenizer=data.tokenizer,
-        vocabulary=data.vocabulary,
-        cache_dir=Path(config.paths.outputs) / "cache" / "tokens",
-        progress=config.progress,
-        loaders=registry.builders("corpus"),
-    )
 
 
 def _device(wanted: str) -> str:

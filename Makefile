@@ -1,0 +1,72 @@
+# Every result and every check, one command each. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+TORCH ?= cpu
+SCALE ?= mini
+LAUNCHER ?= joblib
+JOBS ?= 2
+REUSE ?= none
+SEEDS ?=
+OVERRIDES ?=
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready-$(TORCH)
+
+# One thread a process: two torch threads on a busy two-core machine are many times slower than one.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup data reproduce-table2 tune-table2 table2 tables figures bench test test-slow lint clean
+
+help: ## this list
+	@grep -hE '^[a-z][a-zA-Z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}'
+	@echo "  settings: SCALE=debug|mini|paper SEEDS=0,1 LAUNCHER=joblib|basic JOBS=2 REUSE=committed TORCH=cpu|cuda OVERRIDES='key=value …'"
+
+setup: $(READY) ## the environment, in .venv, from requirements.lock (TORCH=cpu|cuda)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "Python 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11"'
+	@test "$(TORCH)" = cpu -o "$(TORCH)" = cuda || { echo "TORCH=$(TORCH): choose cpu or cuda"; exit 2; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing the environment into $(VENV): about a minute"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PY) -c 'import torch, sys; want = "$(TORCH)" == "cuda"; have = torch.version.cuda is not None; print("torch", torch.__version__, "(CUDA build)" if have else "(CPU build)"); sys.exit("TORCH=cuda: pip served a CPU build; point pip at an index with CUDA builds (PIP_INDEX_URL) and run make setup again" if want and not have else 0)'
+	@rm -f $(VENV)/.ready-*; touch $@
+
+data: setup ## fetch or build, tokenise and verify the data of SCALE
+	@$(PY) scripts/data.py --scale $(SCALE) $(OVERRIDES)
+
+reproduce-table2: setup ## table 2 from nothing: data, sweep, table, figure, verdict
+	@$(PY) scripts/reproduce.py table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
+tune-table2: setup ## the learning-rate sweep behind table 2
+	@$(PY) scripts/reproduce.py tune_table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(OVERRIDES)
+
+table2: setup ## results/tables/table2.* and its figures from committed summaries, no training
+	@$(PY) scripts/aggregate.py table2 --strict
+	@$(PY) scripts/plot.py table2
+
+tables: setup ## every committed table, from committed summaries
+	@$(PY) scripts/aggregate.py table2 tune_table2 --strict
+
+figures: setup ## every committed figure, from committed summaries
+	@$(PY) scripts/plot.py table2 tune_table2
+
+bench: setup ## speed as ratios, written to results/benchmarks
+	@$(PY) benchmarks/training_step.py
+
+test: setup ## the fast tests (what CI runs)
+	@$(PY) -m pytest -n 2 -m "not slow" -q
+
+test-slow: setup ## the long proofs
+	@$(PY) -m pytest -n 2 -m slow -q
+
+lint: setup ## ruff and mypy
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy --strict saggs && $(VENV)/bin/mypy experiments train.py && $(VENV)/bin/mypy scripts benchmarks
+
+clean: ## remove the environment and caches; runs in outputs/ stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,109 @@
+"""What a table or figure is: what it claims, which sweep feeds it at each scale, how its runs become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.analysis import figures
+from experiments.analysis.collect import collect
+from experiments.analysis.tables import Table, write_table
+from experiments.checks import ConfigError
+from experiments.sweep import SweepRun, expand
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The runs of a sweep, read from a store: one row a run that is there, relabelled by identity.
+
+    Attributes:
+        frame: as `collect` gives it; `model` and `arm` are those of the sweep, whatever another sweep called the run.
+        sweep: every run the artifact needs, whether or not it is there.
+        scale: of the sweep.
+    """
+
+    frame: pd.DataFrame
+    sweep: Sequence[SweepRun]
+    scale: str
+
+    @property
+    def models(self) -> list[str]:
+        """Models in the order of the sweep."""
+        return list(dict.fromkeys(run.config.model.name for run in self.sweep))
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds fixed beforehand, in order."""
+        return sorted({run.config.seed for run in self.sweep})
+
+    @property
+    def arms(self) -> list[str]:
+        """Arms in the order of the sweep."""
+        return list(dict.fromkeys(run.config.arm for run in self.sweep))
+
+    @property
+    def missing(self) -> list[SweepRun]:
+        """Runs of the sweep without a finished result."""
+        done = set(self.frame.loc[self.frame["status"] == "done", "run_id"])
+        return [run for run in self.sweep if run.run_id not in done]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A table with its figures.
+
+    Attributes:
+        name: after `make reproduce-`.
+        claim: what the paper says and what is shown here, in a sentence or two.
+        experiments: the experiment file that feeds it at each scale.
+        build_table: rows -> (table as printed, table as CSV).
+        build_figures: rows -> figures by name.
+    """
+
+    name: str
+    claim: str
+    experiments: Mapping[str, str]
+    build_table: Callable[[Rows], tuple[Table, Table]]
+    build_figures: Callable[[Rows], dict[str, Figure]]
+
+    def sweep(self, scale: str, overrides: Sequence[str] = ()) -> list[SweepRun]:
+        """Every run the artifact needs at a scale, with further overrides (`seed=0,1`) on top."""
+        return expand(self.command(scale, overrides))
+
+    def command(self, scale: str, overrides: Sequence[str] = ()) -> list[str]:
+        """What follows `python train.py -m` for this artifact."""
+        if scale not in self.experiments:
+            raise ConfigError(f"scale={scale}: {self.name} is made at {', '.join(self.experiments)}")
+        return [f"experiment={self.experiments[scale]}", *overrides]
+
+    def stem(self, scale: str) -> str:
+        """The name of its files: mini scale, which is committed, has the plain one."""
+        return self.name if scale == "mini" else f"{self.name}_{scale}"
+
+    def write(self, rows: Rows, tables_at: Path, figures_at: Path) -> list[Path]:
+        """Write the table (.csv .md .tex) and the figures (.pdf .svg .png); returns all paths."""
+        printed, csv = self.build_table(rows)
+        paths = write_table(tables_at, self.stem(rows.scale), printed, csv)
+        for name, figure in self.build_figures(rows).items():
+            paths += figures.save(figure, figures_at, name.replace(self.name, self.stem(rows.scale), 1))
+        return paths
+
+
+def read_rows(sweep: Sequence[SweepRun], scale: str, live: Path | None = None, committed: Path | None = None) -> Rows:
+    """The runs of a sweep from the live store, and from the committed one where the live store has none of them."""
+    by_id = {run.run_id: run for run in sweep}
+    parts = []
+    for source in ({"live": live}, {"committed": committed}):
+        directory = next(iter(source.values()))
+        if directory is not None and directory.is_dir():
+            found = collect(**source)
+            parts.append(found[found["run_id"].isin(by_id)])
+    frame = pd.concat(parts, ignore_index=True) if parts else collect()
+    frame = frame.drop_duplicates("run_id", keep="first").reset_index(drop=True)
+    frame["model"] = [by_id[i].config.model.name for i in frame["run_id"]]
+    frame["arm"] = [by_id[i].config.arm for i in frame["run_id"]]
+    return Rows(frame, sweep, scale)

@@ -1,0 +1,104 @@
+"""A table from nothing: data, sweep, table, figures, verdict.
+
+python scripts/reproduce.py table2 --scale mini --seeds 0,1,2,3,4 --launcher joblib
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from _door import ROOT, enter
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from experiments.artifacts.artifact import Rows
+    from experiments.sweep import SweepRun
+
+
+def main() -> int:
+    """Exit code 0 only if every run is done and, with --strict, every cell is reproduced."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact")
+    parser.add_argument("--scale", default="mini", help="debug, mini or paper")
+    parser.add_argument("--seeds", help="instead of the seeds fixed in the sweep, as 0,1,2")
+    parser.add_argument("--launcher", default="joblib", help="hydra/launcher: basic or joblib")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time with joblib (default: 2)")
+    parser.add_argument("--reuse", choices=["none", "committed"], default="none",
+                        help="committed: count committed summaries as done instead of training them again")  # fmt: skip
+    parser.add_argument("--strict", action="store_true", help="fail where a cell is not reproduced")
+    parser.add_argument("overrides", nargs="*", help="further Hydra overrides for every run, as data.path=FOLDER")
+    chosen = parser.parse_args()
+
+    from experiments import launch, sweep
+    from experiments.artifacts import get
+    from experiments.artifacts.artifact import read_rows
+
+    console, begun = wide_console(), time.monotonic()
+    artifact = get(chosen.artifact)
+    overrides = list(chosen.overrides)
+    overrides += [f"seed={chosen.seeds}"] if chosen.seeds else []
+    overrides += ["reuse_committed=true"] if chosen.reuse == "committed" else []
+    runs = artifact.sweep(chosen.scale, overrides)
+    console.print(f"[bold]{artifact.name}[/] at {chosen.scale} scale: {artifact.claim}")
+    jobs = chosen.jobs if chosen.launcher == "joblib" else 1
+    todo = launch.print_plan(runs, jobs, console)
+    outputs = Path(runs[0].config.paths.outputs)
+    if todo:
+        prepare_data(todo, console)
+        command = [*artifact.command(chosen.scale, overrides), f"hydra/launcher={chosen.launcher}"]
+        command += [f"hydra.launcher.n_jobs={jobs}"] if chosen.launcher == "joblib" else []
+        launch.launch(command, todo, outputs / "logs" / f"{artifact.stem(chosen.scale)}.log", console)
+    committed = ROOT / "results" / "runs"
+    rows = read_rows(runs, chosen.scale, outputs / "runs", committed if chosen.reuse == "committed" else None)
+    printed, _ = artifact.build_table(rows)
+    printed.print_terminal(console)
+    agree = print_verdicts(rows, console)
+    paths = artifact.write(rows, outputs / "tables", outputs / "figures")
+    console.print("written: " + ", ".join(os.path.relpath(path) for path in paths))
+    unfinished = [run for run in runs if run.run_id in {r.run_id for r in rows.missing}]
+    if unfinished:
+        sweep.print_states(unfinished, console)
+    console.print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
+    return 1 if unfinished or (chosen.strict and not agree) else 0
+
+
+def wide_console() -> Console:
+    """A console that does not fold tables where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=180)
+
+
+def prepare_data(runs: list[SweepRun], console: Console) -> None:
+    """Tokenise each corpus of the sweep once, before any run needs it."""
+    from experiments.language_model.data import load_data
+
+    for config in {repr(run.config.data): run.config for run in runs}.values():
+        data = load_data(config)
+        console.print(f"data: {data.name} ({data.variant}), {data.counts['train'].tokens:,} training tokens, "
+                      f"sha256 {data.fingerprint[:12]}… verified")  # fmt: skip
+
+
+def print_verdicts(rows: Rows, console: Console) -> bool:
+    """The verdict of every cell against the committed runs; True if none is against."""
+    from rich.table import Table
+
+    from experiments.analysis.collect import collect
+    from experiments.analysis.verdict import judge
+
+    committed = ROOT / "results" / "runs"
+    verdicts = judge(rows.frame, collect(committed=committed if committed.is_dir() else None))
+    table = Table(title="verdict against the committed runs")
+    for header in ("model", "arm", "verdict"):
+        table.add_column(header)
+    for verdict in verdicts:
+        colour = {True: "green", False: "red", None: "yellow"}[verdict.reproduced]
+        table.add_row(verdict.model, verdict.arm, f"[{colour}]{verdict.text}[/]")
+    console.print(table)
+    return all(verdict.reproduced is not False for verdict in verdicts)
+
+
+enter(main)

@@ -1,0 +1,224 @@
+"""Real runs of train.py at the price of a fork: the parent has imported torch and transformers already.
+
+A child is a process of its own that executes train.py as `__main__`; it may be stopped and killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "train.py"
+DEBUG = ("scale=debug", "progress=false")
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import and build once what every run needs, so that children inherit it."""
+    import torch
+
+    from experiments.language_model import task
+    from experiments.language_model.model import build_model
+    from experiments.sweep import expand
+    from saggs import find_pairs
+
+    torch.set_num_threads(1)
+    assert task.__name__
+    for run in expand(["scale=debug", "model=debug_gpt2,debug_llama", "optimizer=adamw"]):
+        find_pairs(build_model(run.config, 0))
+
+
+@dataclass
+class Child:
+    """A process that runs train.py."""
+
+    pid: int
+    output: Path
+    began: float = field(default_factory=time.monotonic)
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; negative for the signal that ended it; None while it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Wait for the end and return the exit code; a child that does not end is killed and fails the test."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"still running after {timeout:g} s:\n{self.text()}")
+            time.sleep(0.005)
+        assert self.code is not None
+        return self.code
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 30.0) -> bool:
+        """Wait until the condition holds (True) or the child has ended (False)."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"nothing happened within {timeout:g} s:\n{self.text()}"
+            time.sleep(0.0005)
+        return True
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to this child, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> int:
+        """Kill it where it stands."""
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(errors="replace")
+
+
+def start(
+    arguments: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Child:
+    """Start `python train.py <arguments>` in a forked child, its output into the file `output`.
+
+    Args:
+        arguments: what stands on the command line.
+        output: stdout and stderr.
+        environment: variables to set in the child.
+        before: called in the child first, to break something there.
+    """
+    warm_up()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return Child(pid, output)
+    code = 70
+    try:
+        code = _child(arguments, output, environment or {}, before)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _child(
+    arguments: Sequence[str], output: Path, environment: Mapping[str, str], before: Callable[[], None] | None
+) -> int:
+    os.setpgid(0, 0)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+        if folder:
+            sys.path.insert(0, folder)
+    sys.argv = [str(TRAIN), *arguments]
+    if before is not None:
+        before()
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def run(arguments: Sequence[str], output: Path, expected: int | None = 0, **options: Any) -> Child:
+    """Start a child and wait for it; fails unless it ends with the expected exit code (None: any)."""
+    child = start(arguments, output, **options)
+    code = child.wait(120)
+    assert expected is None or code == expected, f"exit code {code}, not {expected}:\n{child.text()}"
+    return child
+
+
+# --- what a run left behind ------------------------------------------------------------------------------------------
+
+
+def directories(outputs: Path) -> list[Path]:
+    """The run directories of a live store."""
+    return sorted(path for path in (outputs / "runs").glob("*") if path.is_dir())
+
+
+def directory(outputs: Path) -> Path:
+    """The only run directory of a live store."""
+    found = directories(outputs)
+    assert len(found) == 1, f"not one run but {[path.name for path in found]}"
+    return found[0]
+
+
+def read(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_bytes())
+
+
+def rows(run_directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics."""
+    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def final_state(run_directory: Path) -> dict[str, Any]:
+    """Everything of a finished run that must not depend on what happened on the way."""
+    import torch
+    from safetensors.torch import load_file
+
+    newest = sorted((run_directory / "checkpoints").glob("step-*"))[-1]
+    summary = read(run_directory / "summary.json")
+    summary["config"] = {k: v for k, v in summary["config"].items() if k not in ("paths", "checkpoint", "wandb")}
+    return {
+        "step": newest.name,
+        "weights": load_file(newest / "weights.safetensors"),
+        "optimizer": torch.load(newest / "optimizer.pt", weights_only=True),
+        "state": read(newest / "state.json"),
+        "metrics": (run_directory / "metrics.jsonl").read_bytes(),
+        "summary": summary,
+    }
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two nested values differ; tensors are compared bit for bit, with their dtypes."""
+    import torch
+
+    if type(one) is not type(other):
+        return [f"{path}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, dict):
+        found = [f"{path}.{key}: in one only" for key in one.keys() ^ other.keys()]
+        return found + [d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}.{key}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{path}: {len(one)} and {len(other)} entries"]
+        return [d for n, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}[{n}]")]
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        same = same and one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8)) if one.dim() else (
+            same and one.equal(other)
+        )  # fmt: skip
+        return [] if same else [f"{path}: tensors differ"]
+    return [] if one == other else [f"{path}: {str(one)[:80]} and {str(other)[:80]}"]
