@@ -42,7 +42,7 @@ def sign_momentum(groups: Any, learning_rate: float, weight_decay: float, moment
 
 
 class BalanceOnce(Rebalancer):
-    """Balance before the first step and never again."""
+    """Balance before the first step and never again, whatever `rebalance.every` says."""
 
     def step(self) -> bool:
         self.steps += 1

@@ -23,7 +23,8 @@ def inject_imbalance(
     Args:
         model: the model the pairs were found on.
         pairs: from `saggs.find_pairs`.
-        factor: one for all pairs, or one a pair (see `log_uniform_factors`). Powers of two keep the function to the bit.
+        factor: one for all pairs, or one a pair (see `log_uniform_factors`). A power of two keeps the function to
+            the bit.
         optimizer: its moments are carried along; None leaves optimizer state alone.
 
     Raises:

@@ -41,8 +41,8 @@ def require_transportable(optimizer: torch.optim.Optimizer | type[torch.optim.Op
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls not in _RULES:
         raise ValueError(
-            f"cannot carry the state of {cls.__module__}.{cls.__qualname__} through a rescaling: its rule is not known. "
-            f"Use one of {', '.join(transportable())}, or leave the state alone with transport=False"
+            f"cannot carry the state of {cls.__module__}.{cls.__qualname__} through a rescaling: its rule is not "
+            f"known. Use one of {', '.join(transportable())}, or leave the state alone with transport=False"
         )
     if isinstance(optimizer, type):
         return
