@@ -6,7 +6,6 @@ Exit codes: 0 done, skipped or left alone; 1 failed, or any run of a sweep faile
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import config as schema
-from experiments.checks import ConfigError, validated
+from experiments.checks import ConfigError, nearest, validated
 from experiments.identity import Identity
 from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnded, peek, runs_root
 
@@ -118,26 +117,24 @@ def _account(arguments: Sequence[str]) -> int:
     return 0 if all(sweep.state_of(r).status == "done" for r in runs) else FAILED
 
 
-_BAD_KEY = re.compile(r"Key '([^']+)'|Could not override '([^']+)'")
-
-
 def explain(error: BaseException) -> str:
-    """Hydra's and OmegaConf's errors in one line, with the nearest valid key where a key is wrong."""
-    chain, lines = error, []
+    """Hydra's and OmegaConf's errors in one line, with the nearest valid key or option."""
+    chain: BaseException | None = error
+    text = ""
     while chain is not None:
-        lines += [line.strip() for line in str(chain).splitlines() if line.strip()]
-        chain = chain.__cause__ or chain.__context__  # type: ignore[assignment]
-    lines = list(
-        dict.fromkeys(line for line in lines if not re.match(r"(full_key|reference_type|object_type):?", line))
-    )
-    full = re.search(r"full_key: (\S+)", str(error) + str(error.__cause__ or ""))
-    text = "; ".join(lines[:3])
-    match = _BAD_KEY.search(text)
-    if (match and "not in" in text) or "Could not override" in text:
-        key = full.group(1) if full else (match.group(1) or match.group(2) if match else "")
-        near = difflib.get_close_matches(key, schema.known_keys(), n=1, cutoff=0.5)
-        if near:
-            text += f"; the nearest setting is {near[0]!r}"
-    elif full:
-        text = f"{full.group(1)}: {text}"
-    return text
+        text += f"{chain}\n"
+        chain = chain.__cause__ or chain.__context__
+    if unknown := re.search(r"Key '(\w+)' (?:is )?not in", text):
+        full = re.search(r"full_key: (\S+)", text)
+        key = full[1] if full else unknown[1]
+        if ".hf." in key or ".options." in key:
+            return f"{key} is a setting of your own: add it with +{key}=VALUE"
+        return f"{key} is not a setting{nearest(key, schema.known_keys())}"
+    if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text):
+        full = re.search(r"full_key: (\S+)", text)
+        return f"{full[1] if full else 'a setting'}={wrong[1]}: must be a value of type {wrong[3]}, not {wrong[2]}"
+    if missing := re.search(r"Could not find '([^']+)/([^']+)'", text):
+        group, option = missing[1], missing[2]
+        options = sorted(path.stem for path in (schema.CONFIGS / group).glob("*.yaml"))
+        return f"{group}={option}: choose one of {', '.join(options)}{nearest(option, options)}"
+    return "; ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))

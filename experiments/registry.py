@@ -72,12 +72,17 @@ def load_plugins(modules: Sequence[str]) -> None:
             raise ConfigError(f"plugins: cannot import {module!r} ({error}); is it on PYTHONPATH?") from error
 
 
-def build(kind: str, name: str, options: dict[str, Any], **arguments: Any) -> Any:
-    """Call the builder of `name`. Raises a ConfigError for an unknown name or an option it does not take."""
+def require(kind: str, name: str) -> None:
+    """Raise a ConfigError where nothing of this kind and name is registered."""
     if name not in _BUILDERS[kind]:
         raise ConfigError(
             f"{kind} {name!r} is not registered{nearest(name, _BUILDERS[kind])}; list its plugin in plugins=[…]"
         )
+
+
+def build(kind: str, name: str, options: dict[str, Any], **arguments: Any) -> Any:
+    """Call the builder of `name`. Raises a ConfigError for an unknown name or an option it does not take."""
+    require(kind, name)
     builder = _BUILDERS[kind][name]
     parameters = inspect.signature(builder).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -36,6 +36,14 @@ def build_model(config: Config, end_of_text: int, device: str | torch.device = "
     return model.float()
 
 
+def check_model(config: Config) -> None:
+    """Raise a ConfigError for a model that could not be built, before any data is touched."""
+    if isinstance(config.model, CustomModel):
+        registry.require("model", config.model.architecture)
+    else:
+        transformers_config(config)
+
+
 def _from_scratch(config: Config, end_of_text: int) -> nn.Module:
     if isinstance(config.model, CustomModel):
         shape = {k: v for k, v in dataclasses.asdict(config.model).items() if k in _SHAPE}

@@ -20,7 +20,7 @@ from experiments.identity import derived_seed
 from experiments.language_model.batches import Batches
 from experiments.language_model.data import load_data
 from experiments.language_model.evaluation import evaluate
-from experiments.language_model.model import build_model
+from experiments.language_model.model import build_model, check_model
 from experiments.language_model.optimizers import build_optimizer
 from experiments.language_model.tokens import TokenData
 from experiments.language_model.training import RebalancingRule, Trainer
@@ -69,6 +69,8 @@ def prepare(config: Config) -> Prepared:
     """
     torch.set_num_threads(config.training.threads)
     device = _device(config.training.device)
+    registry.load_plugins(config.plugins)
+    check_model(config)
     data = load_data(config)
     model = build_model(config, data.end_of_text_id)
     pairs = find_pairs(model)
