@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra_plugins.hydra_joblib_launcher.config import JobLibLauncherConf
 from omegaconf import MISSING
 
 KINDS = ("query_key", "value_output", "up_down")
@@ -268,9 +267,6 @@ OPTIONS: dict[str, dict[str, type]] = {
 def register() -> None:
     """Make the schema known to Hydra; YAML files build on `<group>/schema/<option>`. May be called twice."""
     store = ConfigStore.instance()
-    # Two processes of one thread each: the plugin's own default is ten, with as many threads as there are cores.
-    launcher = JobLibLauncherConf(n_jobs=2, pre_dispatch="n_jobs", batch_size="1")
-    store.store(group="hydra/launcher", name="joblib", node=launcher, provider="saggs")
     store.store(name="schema", node=Config)
     for group, options in OPTIONS.items():
         for option, node in options.items():

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "results" / "runs")
     parser.add_argument("--tables", type=Path, default=ROOT / "results" / "tables")
     parser.add_argument("--strict", action="store_true", help="write nothing unless every run is there")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments.analysis.tables import write_table
     from experiments.artifacts import get

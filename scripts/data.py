@@ -15,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="mini")
     parser.add_argument("overrides", nargs="*")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments.language_model.data import load_data
     from experiments.sweep import expand

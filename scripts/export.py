@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments.language_model.export import export
 

@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--scale", default="mini")
     parser.add_argument("--runs", type=Path, default=ROOT / "results" / "runs")
     parser.add_argument("--figures", type=Path, default=ROOT / "results" / "figures")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments.analysis import figures
     from experiments.artifacts import get

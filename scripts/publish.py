@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("artifact")
     parser.add_argument("--scale", default="mini")
     parser.add_argument("overrides", nargs="*")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments.artifacts import get
     from experiments.files import write_atomically

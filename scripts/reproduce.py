@@ -31,7 +31,7 @@ def main() -> int:
                         help="committed: count committed summaries as done instead of training them again")  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="fail where a cell is not reproduced")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides for every run, as data.path=FOLDER")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from experiments import launch, sweep
     from experiments.artifacts import get

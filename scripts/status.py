@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("what", nargs="+", help="an artifact's name, or the overrides of a sweep")
     parser.add_argument("--scale", default="mini")
     parser.add_argument("--unfinished", action="store_true", help="leave out the runs that are done")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
 
     from rich.console import Console
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
+from pathlib import Path
+
+import pytest
 
 # Before anything imports torch, tokenizers, huggingface_hub or wandb: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -10,12 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
 for _name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_DIR"):
     os.environ.pop(_name, None)
-
-import fcntl
-import sys
-from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

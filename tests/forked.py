@@ -1,18 +1,23 @@
-"""Real runs of train.py at the price of a fork: the parent has imported torch and transformers already.
+"""Real runs at the price of a fork: the parent has imported torch and transformers already.
 
-A child is a process of its own that executes train.py as `__main__`; it may be stopped and killed at any moment.
+A child is a process of its own that does what train.py does; it may be stopped and killed at any moment. A single run
+is composed by the parent, once for equal settings; a sweep executes train.py itself as `__main__`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import gc
 import io
 import json
+import logging
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +32,31 @@ DEBUG = ("scale=debug", "progress=false")
 
 @functools.cache
 def warm_up() -> None:
-    """Import and build once what every run needs, so that children inherit it."""
+    """Do once what every run does, so that children inherit what is imported, compiled and looked up on first use."""
     import torch
 
-    from experiments.language_model import task
+    from experiments.language_model import checkpoint, task
     from experiments.language_model.model import build_model
+    from experiments.language_model.optimizers import build_optimizer
+    from experiments.language_model.training import StepLoss, schedule
     from experiments.sweep import expand
     from saggs import find_pairs
 
     torch.set_num_threads(1)
     assert task.__name__
     for run in expand(["scale=debug", "model=debug_gpt2,debug_llama", "optimizer=adamw"]):
-        find_pairs(build_model(run.config, 0))
+        model, training = build_model(run.config, 0), run.config.training
+        find_pairs(model)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        StepLoss(model, training, "cpu").backward(tokens, tokens)
+        optimizer = build_optimizer(model, run.config.optimizer)
+        schedule(training, 1e-3)(1)
+        optimizer.step()
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(Path(folder), model, optimizer, {"step": 1}, keep=1)
+            checkpoint.load_newest(Path(folder))
+    gc.collect()
+    gc.freeze()  # children then copy fewer pages
 
 
 @dataclass
@@ -94,13 +112,33 @@ class Child:
         return self.output.read_text(errors="replace")
 
 
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    from experiments import config
+
+    config.register()
+    with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def composed(arguments: Sequence[str]) -> Any:
+    """The settings of one run, as Hydra composes them."""
+    stores = [a for a in arguments if a.startswith("paths.outputs=")]
+    settings = copy.deepcopy(_composed(tuple(a for a in arguments if a not in stores)))
+    if stores:
+        settings.paths.outputs = stores[-1].partition("=")[2]
+    return settings
+
+
 def start(
     arguments: Sequence[str],
     output: Path,
     environment: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> Child:
-    """Start `python train.py <arguments>` in a forked child, its output into the file `output`.
+    """Do in a forked child what `python train.py <arguments>` does, its output into the file `output`.
 
     Args:
         arguments: what stands on the command line.
@@ -109,6 +147,7 @@ def start(
         before: called in the child first, to break something there.
     """
     warm_up()
+    settings = None if arguments[0] == "-m" else composed(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -116,7 +155,8 @@ def start(
         return Child(pid, output)
     code = 70
     try:
-        code = _child(arguments, output, environment or {}, before)
+        _redirect(output)
+        code = _child(arguments, settings, environment or {}, before)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -126,24 +166,30 @@ def start(
         os._exit(code)
 
 
-def _child(
-    arguments: Sequence[str], output: Path, environment: Mapping[str, str], before: Callable[[], None] | None
-) -> int:
+def _redirect(output: Path) -> None:
     os.setpgid(0, 0)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s", force=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _child(
+    arguments: Sequence[str], settings: Any, environment: Mapping[str, str], before: Callable[[], None] | None
+) -> int:
     os.environ.update(environment)
-    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
-        if folder:
-            sys.path.insert(0, folder)
-    sys.argv = [str(TRAIN), *arguments]
+    sys.path[:0] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if before is not None:
         before()
+    if settings is not None:
+        from experiments import command_line
+
+        return command_line.main(lambda: command_line.run(settings), arguments)
+    sys.argv = [str(TRAIN), *arguments]
     try:
         runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as end:
@@ -190,7 +236,7 @@ def final_state(run_directory: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     newest = sorted((run_directory / "checkpoints").glob("step-*"))[-1]
-    summary = read(run_directory / "summary.json")
+    summary = {k: v for k, v in read(run_directory / "summary.json").items() if k not in ("seconds", "code")}
     summary["config"] = {k: v for k, v in summary["config"].items() if k not in ("paths", "checkpoint", "wandb")}
     return {
         "step": newest.name,
@@ -210,15 +256,15 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
         return [f"{path}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, dict):
         found = [f"{path}.{key}: in one only" for key in one.keys() ^ other.keys()]
-        return found + [d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}.{key}")]
+        return found + [
+            d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}.{key}")
+        ]
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return [f"{path}: {len(one)} and {len(other)} entries"]
         return [d for n, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}[{n}]")]
     if isinstance(one, torch.Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape
-        same = same and one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8)) if one.dim() else (
-            same and one.equal(other)
-        )  # fmt: skip
+        same = same and bytes(one.reshape(-1).view(torch.uint8)) == bytes(other.reshape(-1).view(torch.uint8))
         return [] if same else [f"{path}: tensors differ"]
     return [] if one == other else [f"{path}: {str(one)[:80]} and {str(other)[:80]}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +49,13 @@ def advance(state: State, first: int, steps: int, before: Callable[[], object] =
     optimizer.zero_grad()
 
 
-def warm(eps: float = 0.0, rule: str = "adamw", **settings: float | bool) -> State:
+def warm(eps: float = 0.0, rule: str = "adamw", **settings: Any) -> State:
     """A state after 50 steps; each factor has a parameter group of its own."""
     model = Factors(ROWS, COLUMNS, RANK)
     groups = [{"params": [model.left]}, {"params": [model.right]}]
+    optimizer: torch.optim.Optimizer
     if rule == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY, eps=eps, **settings)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY, eps=eps, **settings)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     state = (model, optimizer)
@@ -199,7 +201,7 @@ def test_adamw_does_not_follow_a_signed_permutation_with_unsigned_moments(base: 
 
 
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"foreach": True}, {"fused": True}], ids=str)
-def test_the_two_exact_zeros_hold_in_every_variant_of_adamw(settings: dict[str, bool]) -> None:
+def test_the_two_exact_zeros_hold_in_every_variant_of_adamw(settings: dict[str, Any]) -> None:
     """Each variant multiplies by powers of two somewhere else; none rounds. The control is row 1."""
     state = warm(**settings)
     assert distance(state, follow(rescaled(state, carry=True))) == 0.0

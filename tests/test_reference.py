@@ -187,7 +187,7 @@ def test_adamw_with_decay_not_multiplied_by_the_learning_rate_is_another_rule() 
 def test_sgd_takes_the_literal_step(variant: dict[str, bool], decay: float) -> None:
     """Equal to rounding on weight and momentum; without the momentum (the control) the weight ends elsewhere."""
     weight = torch.nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=0.02, momentum=0.9, weight_decay=decay, **variant)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([weight], lr=0.02, momentum=0.9, weight_decay=decay, **variant)
     literal, buffer = weight.detach().clone(), None
     plain = literal.clone()
     for gradient in noisy_gradients():
@@ -240,7 +240,7 @@ def test_balancing_a_language_model_equals_the_literal_factors() -> None:
     pairs, parameters = saggs.find_pairs(model), named_parameters(model)
     logits = model(input_ids=tokens(1)).logits.detach()
     expected = [
-        reference.find_balanced_factor(*(parameters[side[0].name].detach() for side in (pair.left, pair.right)))
+        reference.find_balanced_factor(parameters[pair.left[0].name].detach(), parameters[pair.right[0].name].detach())
         for pair in pairs
     ]
     found = saggs.balance(model, pairs)

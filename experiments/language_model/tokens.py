@@ -277,7 +277,7 @@ def _write_tokens(corpus: Corpus, encoder: Encoder, folder: Path, key: str, prog
     for split in SPLITS:
         documents = corpus.documents[split]
         words, total, tokens = count_words(documents), count_bytes(documents), 0
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising {split}", disable=not progress)
+        bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising {split}", disable=not progress or None)
         with (folder / f"{split}.bin").open("wb") as file, bar:
             for start in range(0, len(documents), BATCH_DOCUMENTS):
                 batch = documents[start : start + BATCH_DOCUMENTS]

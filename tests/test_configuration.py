@@ -1,0 +1,297 @@
+"""Every configuration composes; a wrong one is refused by name at once; the identity holds what changes results."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import ROOT, composed
+
+from experiments import config as schema
+from experiments import identity as identity_module
+from experiments.checks import ConfigError, validated
+from experiments.config import (
+    SGD,
+    AdamW,
+    Config,
+    CustomModel,
+    CustomOptimizer,
+    CustomRebalance,
+    Data,
+    GPT2Model,
+    LlamaModel,
+    Optimizer,
+    ReciprocalImbalance,
+    RMSprop,
+    Saggs,
+    Training,
+)
+from experiments.identity import CANNOT_CHANGE_THE_RESULT, Identity, flatten, relevant
+from experiments.sweep import expand
+
+# --- everything under configs/ composes ------------------------------------------------------------------------------
+
+NEEDED = {
+    "model/custom": [f"model.{k}=4" for k in ("layers", "width", "heads", "context")]
+    + ["model.name=mine", "model.architecture=mine"],
+    "data/text": ["data.path=somewhere"],
+    "optimizer/custom": ["optimizer.name=mine", "optimizer.learning_rate=1e-3"],
+    "rebalance/custom": ["rebalance.name=mine"],
+}
+GROUPS = sorted(
+    path.name for path in schema.CONFIGS.iterdir() if path.is_dir() and path.name not in ("experiment", "hydra")
+)
+OPTIONS = [f"{group}/{path.stem}" for group in GROUPS for path in sorted((schema.CONFIGS / group).glob("*.yaml"))]
+EXPERIMENTS = {"table2": 50, "table2_debug": 20, "table2_paper": 50, "tune_table2": 40}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes_and_is_valid(option: str) -> None:
+    group, name = option.split("/")
+    found = validated(composed([f"{group}={name}", *NEEDED.get(option, [])]))
+    assert dataclasses.is_dataclass(getattr(found, group)) or getattr(found, group) == name
+    if option in NEEDED:
+        with pytest.raises(ConfigError, match="no value for"):
+            validated(composed([f"{group}={name}"]))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (schema.CONFIGS / "experiment").glob("*.yaml")))
+def test_every_experiment_expands_to_distinct_valid_runs(name: str) -> None:
+    runs = expand([f"experiment={name}"])
+    assert len({run.run_id for run in runs}) == len(runs) == EXPERIMENTS[name]
+    assert f"experiment={name}" in (schema.CONFIGS / "experiment" / f"{name}.yaml").read_text().partition("\n# ")[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "millions"),
+    [
+        ("modern_31m", "wikitext103", 31.1),
+        ("gpt_101m", "wikitext103", 101.1),
+        ("gpt_123m8", "wikitext103", 123.85),
+        ("mini_gpt2", "wikipedia_mini", 1.33),
+        ("mini_llama", "wikipedia_mini", 1.32),
+    ],
+)
+def test_the_models_have_the_sizes_that_their_files_state(model: str, data: str, millions: float) -> None:
+    """Counted on the meta device, a tied matrix once."""
+    from experiments.language_model.model import build_model
+
+    built = build_model(validated(composed([f"model={model}", f"data={data}"])), 0, device="meta")
+    assert (
+        round(sum(p.numel() for p in built.parameters()) / 1e6, 2 if millions < 2 or millions > 120 else 1) == millions
+    )
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+WRAPPER = """
+import runpy, sys
+sys.argv = ["train.py", *sys.argv[1:]]
+code = 0
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as end:
+    code = end.code
+print("IMPORTED" if "torch" in sys.modules or "transformers" in sys.modules else "NOT IMPORTED", file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def train(*arguments: str, outputs: Path) -> subprocess.CompletedProcess[str]:
+    """A real process of train.py that says at its end whether torch or transformers were imported."""
+    command = [sys.executable, "-c", WRAPPER, f"paths.outputs={outputs}", "scale=debug", "progress=false", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+# What is wrong, and what the message must contain: the key, the value where one is wrong, and the remedy.
+WRONG = {
+    "unknown group": (["+optim.lrr=1e-3"], ["optim", "optimizer"]),
+    "unknown nested key": (["model.n_layre=4"], ["model.n_layre", "model.layers"]),
+    "misspelt nested key": (["model.widht=3"], ["model.widht", "model.width"]),
+    "added nested key": (["+model.width_=3"], ["model.width_", "width"]),
+    "added top key": (["+leraning=1"], ["leraning", "training"]),
+    "fraction for an integer": (["seed=1.5"], ["seed", "1.5"]),
+    "truth value for an integer": (["seed=true"], ["seed", "true"]),
+    "word for a number": (["optimizer.learning_rate=abc"], ["optimizer.learning_rate", "abc"]),
+    "period of zero": (["rebalance=saggs", "rebalance.every=0"], ["rebalance.every=0", "at least 1"]),
+    "unknown option": (["model=mini_gpt3"], ["mini_gpt3", "mini_gpt2"]),
+    "negative seed": (["seed=-1"], ["seed=-1", "0 or more"]),
+    "unknown task": (["task=language_modle"], ["task=language_modle", "language_model"]),
+    "no file": (["data=text"], ["data.path", "data.path=VALUE"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_setting_is_refused_by_name_before_torch_is_imported(what: str, tmp_path: Path) -> None:
+    arguments, expected = WRONG[what]
+    done = train(*arguments, outputs=tmp_path / "outputs")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    message = next(line for line in done.stderr.splitlines() if line.startswith("refused: "))
+    assert [word for word in expected if word not in message] == [], message
+    assert "NOT IMPORTED" in done.stderr
+    assert not (tmp_path / "outputs" / "runs").exists()
+
+
+def test_a_misspelt_key_in_an_experiment_file_is_refused(tmp_path: Path) -> None:
+    """In a folder of the user's own; the same file spelt right is the control."""
+    (tmp_path / "experiment").mkdir()
+    for name, key in (("wrong", "warmup_stpes"), ("right", "warmup_steps")):
+        text = f"# @package _global_\ntraining: {{{key}: 2}}\n"
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    folder = ["--config-dir", str(tmp_path), "--cfg", "job"]
+    done = train("experiment=wrong", *folder, outputs=tmp_path / "outputs")
+    assert done.returncode == 2, done.stderr
+    assert "training.warmup_stpes" in done.stderr
+    assert "training.warmup_steps" in done.stderr
+    done = train("experiment=right", *folder, outputs=tmp_path / "outputs")
+    assert done.returncode == 0, done.stderr
+    assert "warmup_steps: 2" in done.stdout
+
+
+def refusal(arguments: list[str], outputs: Path) -> str:
+    """The message of a refusal that needs the model or the data; fails where nothing is refused."""
+    from experiments import command_line
+
+    with pytest.raises(ValueError) as caught:
+        command_line.run(composed(["scale=debug", "progress=false", *arguments, f"paths.outputs={outputs}"]))
+    assert not (outputs / "runs").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model=debug_llama", "+model.hf.hiden_act=silu"], ["model.hf.hiden_act", "'hidden_act'"]),
+        (["+model.hf.hiden_size=64"], ["model.hf.hiden_size", "'hidden_size'"]),
+        (["model=debug_llama", "+model.hf.hidden_size=64"], ["model.hf.hidden_size", "change those"]),
+        (["rebalance=saggs", "rebalance.kinds=[up_down]"], ["rebalance.kinds", "up_down", "rebalance=none"]),
+        (["imbalance=reciprocal", "imbalance.kinds=[up_down]"], ["imbalance.kinds", "imbalance=none"]),
+        (["optimizer=rmsprop", "rebalance=saggs"], ["RMSprop", "rebalance.transport=false"]),
+        (["optimizer=rmsprop", "imbalance=reciprocal"], ["RMSprop", "imbalance.transport=false"]),
+        (["optimizer=custom", "optimizer.name=mine", "optimizer.learning_rate=1"], ["'mine'", "plugins="]),
+        (["plugins=[no_such_module]"], ["no_such_module", "PYTHONPATH"]),
+        (["data=wikitext103", "data.vocabulary=50257"], ["wikitext103", "HF_HUB_OFFLINE", "data.path=FOLDER"]),
+        (["data.limit_documents=1"], ["split", "limit_documents"]),
+        (["data=text", "data.path=/nowhere"], ["/nowhere", "data.path="]),
+    ],
+)
+def test_what_only_model_or_data_can_tell_is_refused_before_a_run_is_opened(
+    arguments: list[str], expected: list[str], outputs: Path
+) -> None:
+    message = refusal(arguments, outputs)
+    assert [word for word in expected if word not in message] == [], message
+
+
+def test_missing_data_in_a_real_process_exits_2_quickly_with_a_remedy(tmp_path: Path) -> None:
+    done = train("data=wikitext103", "data.vocabulary=50257", outputs=tmp_path / "outputs")
+    assert done.returncode == 2, done.stderr
+    assert "data.path=FOLDER" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["optimizer=rmsprop", "arm=control"],
+        ["optimizer=rmsprop", "arm=saggs", "rebalance.transport=false", "imbalance.transport=false"],
+        ["model=debug_llama", "arm=saggs", "rebalance.kinds=[up_down]"],
+        ["model=debug_llama", "+model.hf.rms_norm_eps=1e-5"],
+    ],
+)
+def test_the_controls_of_the_refusals_are_accepted(arguments: list[str], outputs: Path) -> None:
+    from experiments.language_model.task import prepare
+
+    config = validated(composed(["scale=debug", "progress=false", *arguments, f"paths.outputs={outputs}"]))
+    assert prepare(config).total_steps == 30
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+DATA = Data("wikipedia_mini", vocabulary=512)
+TRAINING = Training(30, 512, warmup_steps=3)
+ADAMW = AdamW(learning_rate=1e-3)
+GPT2 = GPT2Model("debug_gpt2", layers=2, width=32, heads=2, context=32)
+CUSTOM = CustomModel("mine", "mine", 2, 32, 2, 32)
+LLAMA = LlamaModel("debug_llama", layers=2, width=32, heads=4, context=32, kv_heads=2, mlp_width=64)
+
+
+def made(model: Any, optimizer: Optimizer, imbalance: Any, rebalance: Any) -> Config:
+    return Config("language_model", "debug", "arm", 1, model, DATA, optimizer, imbalance, rebalance, TRAINING)
+
+
+CONFIGS = {
+    "gpt2": made(GPT2, ADAMW, ReciprocalImbalance(), Saggs()),
+    "llama": made(LLAMA, SGD(learning_rate=1e-3), ReciprocalImbalance(), Saggs()),
+    "custom": made(CUSTOM, CustomOptimizer("mine", 1e-3), ReciprocalImbalance(), CustomRebalance("mine")),
+    "rmsprop": made(GPT2, RMSprop(learning_rate=1e-3), ReciprocalImbalance(), Saggs()),
+}
+LEAVES = sorted({key: name for name, c in CONFIGS.items() for key in flatten(dataclasses.asdict(c))}.items())
+
+
+def changed(config: Config, key: str) -> Config:
+    """The configuration with another value under a dotted key."""
+    tree = dataclasses.replace(config)
+    *path, last = key.split(".")
+    node: Any = tree
+    for name in path:
+        child = dataclasses.replace(getattr(node, name))
+        setattr(node, name, child)
+        node = child
+    value = getattr(node, last)
+    other: Any
+    if isinstance(value, bool):
+        other = not value
+    elif isinstance(value, int | float):
+        other = value + 1
+    elif isinstance(value, str) or value is None:
+        other = f"{value}x"
+    else:
+        other = [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
+    setattr(node, last, other)
+    return tree
+
+
+@pytest.mark.parametrize(("key", "name"), LEAVES)
+def test_a_key_changes_the_identity_unless_it_is_listed(key: str, name: str) -> None:
+    before = CONFIGS[name]
+    listed = any(key == out or key.startswith(f"{out}.") for out in CANNOT_CHANGE_THE_RESULT)
+    after = changed(before, key)
+    assert flatten(dataclasses.asdict(after)) != flatten(dataclasses.asdict(before))
+    one, other = Identity.of(before), Identity.of(after)
+    assert (one.run_id == other.run_id) == listed
+    assert (one.group == other.group) == (listed or key == "seed")
+
+
+def test_every_listed_key_exists() -> None:
+    keys = [key for key, _ in LEAVES]
+    assert [out for out in CANNOT_CHANGE_THE_RESULT if not any(k == out or k.startswith(f"{out}.") for k in keys)] == []
+
+
+def test_seed_zero_is_a_seed_like_any_other() -> None:
+    config = CONFIGS["gpt2"]
+    found = [Identity.of(dataclasses.replace(config, seed=seed)) for seed in (0, 1, 2)]
+    assert len({i.run_id for i in found}) == 3
+    assert len({i.group for i in found}) == 1
+    assert "seed0" in found[0].run_id
+
+
+def test_another_numerics_version_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Identity.of(CONFIGS["gpt2"])
+    monkeypatch.setattr(identity_module, "NUMERICS_VERSION", identity_module.NUMERICS_VERSION + 1)
+    assert Identity.of(CONFIGS["gpt2"]).run_id != before.run_id
+
+
+def test_a_key_added_later_renames_no_run_that_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `training.threads` were new: at its old value the identity is that of a schema without it."""
+    config = CONFIGS["gpt2"]
+    entries = relevant(dataclasses.asdict(config))
+    del entries["training.threads"]
+    monkeypatch.setitem(identity_module.ADDED_LATER, "training.threads", 1)
+    assert relevant(dataclasses.asdict(config)) == entries
+    assert "training.threads" in relevant(dataclasses.asdict(changed(config, "training.threads")))
