@@ -15,7 +15,6 @@ Source: the SAGGS paper (Kim, 2026) for hard and damped balancing; exponents oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,7 +135,7 @@ class Rebalancer:
 
     Raises:
         ValueError: a period below 1, a damping outside (0, 1], no pairs, pairs that share entries, or an optimizer
-            whose state cannot be carried.
+            whose state cannot be carried or that holds none of the pairs' parameters.
 
     Source: the SAGGS paper (Kim, 2026); period and damping are free choices there and here.
     """
@@ -153,7 +152,7 @@ class Rebalancer:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r} must be a whole number of steps, at least 1")
-        if not (0.0 < damping <= 1.0) or not math.isfinite(damping):
+        if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 < damping <= 1.0:
             raise ValueError(f"damping={damping!r} must lie in (0, 1]: 1 is hard balancing")
         if transport:
             if optimizer is None:
@@ -168,10 +167,13 @@ class Rebalancer:
         self.damping = float(damping)
         self.transport = transport
         self.steps = 0
-        self._parameters = named_parameters(model)
+        self._model = model
+        parameters = named_parameters(model)
         for pair in self.pairs:
             for part in pair.slices:
-                part.view(parameter_of(self._parameters, part))
+                part.view(parameter_of(parameters, part))
+        if transport and optimizer is not None:
+            _transport.require_owned(optimizer, self.pairs, parameters)
         self._optimizer = optimizer if transport else None
         self.unbalanced = torch.zeros((), dtype=torch.int64)
 
@@ -186,9 +188,10 @@ class Rebalancer:
     @torch.no_grad()
     def rebalance(self) -> Tensor:
         """Balance every pair now, whatever the period; returns the factors, shape (pairs,). No host sync."""
-        left, right = pair_norms(self.pairs, self._parameters)
+        parameters = named_parameters(self._model)  # anew: a parameter may have been replaced
+        left, right = pair_norms(self.pairs, parameters)
         factors, possible = balanced_factors(self.pairs, left, right, self.damping)
-        rescale_many(self.pairs, factors.unbind(), self._parameters, self._optimizer)
+        rescale_many(self.pairs, factors.unbind(), parameters, self._optimizer)
         self.unbalanced = (~possible).sum()
         return factors
 

@@ -14,14 +14,15 @@ A plain MLP with a GELU has no pair: gelu(c x) is not c gelu(x).
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 from saggs.certificates import CertificationError, Certifier
 from saggs.inputs import Inputs, Output
-from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, unwrap, unwrapped_name
+from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, canonical_names, unwrap, unwrapped_name
 
 
 def find_pairs(
@@ -73,7 +74,19 @@ def _check_kinds(kinds: Sequence[str]) -> set[str]:
 
 def declared_pairs(model: nn.Module) -> list[ScalePair]:
     """Candidates by wiring alone, none of them certified. Works on meta tensors: no weight is read."""
-    return [pair for path, module in unwrap(model).named_modules() for pair in _of_module(unwrapped_name(path), module)]
+    found = [
+        pair for path, module in unwrap(model).named_modules() for pair in _of_module(unwrapped_name(path), module)
+    ]
+    canonical = canonical_names(model)
+    return [_renamed(pair, canonical) for pair in found]
+
+
+def _renamed(pair: ScalePair, canonical: Mapping[str, str]) -> ScalePair:
+    """A tied weight stands under the first of its names, wherever in the model a pair met it."""
+    left, right = (
+        tuple(dataclasses.replace(part, name=canonical[part.name]) for part in side) for side in (pair.left, pair.right)
+    )
+    return dataclasses.replace(pair, left=left, right=right)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[ScalePair]:

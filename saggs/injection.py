@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saggs.pairs import ScalePair
-from saggs.rescaling import rescale
+from saggs.rescaling import rescale_checked
 
 
 def inject_imbalance(
     model: nn.Module,
     pairs: Sequence[ScalePair],
-    factor: float | Sequence[float],
+    factor: float | Sequence[float] | Tensor,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Multiply the left side of every pair by `factor` and divide the right side by it, in place.
@@ -28,17 +28,17 @@ def inject_imbalance(
         optimizer: its moments are carried along; None leaves optimizer state alone.
 
     Raises:
-        ValueError: no pairs, a wrong number of factors, or a factor that a pair does not allow.
+        ValueError: no pairs, a wrong number of factors, or a factor that a pair does not allow or that overflows.
+            Nothing has been changed then.
     """
     if not pairs:
         raise ValueError("no pairs to unbalance: the model has no exact pair of the chosen kinds")
+    if isinstance(factor, Tensor):
+        factor = factor.tolist()
     factors = [float(f) for f in factor] if isinstance(factor, Sequence) else [float(factor)] * len(pairs)
     if len(factors) != len(pairs):
         raise ValueError(f"{len(factors)} factors for {len(pairs)} pairs; give one, or one a pair")
-    for pair, value in zip(pairs, factors, strict=True):
-        pair.check_factor(value)
-    for pair, value in zip(pairs, factors, strict=True):
-        rescale(model, pair, value, optimizer)
+    rescale_checked(model, pairs, factors, optimizer)
 
 
 def log_uniform_factors(count: int, factor: float, seed: int) -> list[float]:

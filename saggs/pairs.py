@@ -195,6 +195,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {unwrapped_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the one it has in `named_parameters`: a tied one has several."""
+    first = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    every = unwrap(model).named_parameters(remove_duplicate=False)
+    return {unwrapped_name(name): first[id(parameter)] for name, parameter in every}
+
+
 def parameter_of(parameters: Mapping[str, nn.Parameter], part: ParameterSlice) -> nn.Parameter:
     """The parameter that `part` names; a ValueError that names the nearest one where there is none."""
     try:

@@ -32,13 +32,10 @@ class _Float64Mode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            return func_double(*args, **(kwargs or {}))
+            return torch.Tensor.double(*args, **(kwargs or {}))
         args = tuple(_widened(a) if isinstance(a, torch.dtype) else a for a in args)
         kwargs = {k: _widened(v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
-
-
-func_double = torch.Tensor.double
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from saggs import transport
-from saggs.pairs import ParameterSlice, ScalePair, named_parameters, parameter_of
+from saggs.pairs import ParameterSlice, ScalePair, named_parameters, parameter_of, require_disjoint
 
 
 def rescale(
@@ -41,23 +41,44 @@ def rescale(
         ValueError: a factor the pair does not allow, an optimizer whose state cannot be carried, or a result that
             overflows or underflows. In each case nothing has been changed.
     """
-    pair.check_factor(factor)
+    rescale_checked(model, [pair], [factor], optimizer)
+
+
+def rescale_checked(
+    model: nn.Module,
+    pairs: Sequence[ScalePair],
+    factors: Sequence[float],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """`rescale` for several disjoint pairs: all of them are checked before the first tensor changes.
+
+    Raises:
+        ValueError: as `rescale`, or pairs that share entries. In each case nothing has been changed.
+    """
+    require_disjoint(pairs)
+    parameters = named_parameters(model)
     if optimizer is not None:
         transport.require_transportable(optimizer)
-    parameters = named_parameters(model)
-    scale = torch.tensor(float(factor), dtype=torch.float64)
-    targets, scales = scaling_plan([pair], [scale], parameters, optimizer)
+        transport.require_owned(optimizer, pairs, parameters)
+    scales = [torch.tensor(float(factor), dtype=torch.float64) for factor in factors]
     with torch.no_grad():
-        results = [target * s.to(target.device) for target, s in zip(targets, scales, strict=True)]
-        for target, result in zip(targets, results, strict=True):
-            if not bool(torch.isfinite(result).all()) or int(result.count_nonzero()) != int(target.count_nonzero()):
-                raise ValueError(
-                    f"{pair}: factor {factor} over- or underflows a weight or a moment in {target.dtype}; "
-                    "nothing was changed. Use a factor nearer to 1"
-                )
-        for target, result in zip(targets, results, strict=True):
-            target.copy_(result)
-        _shift_offsets([pair], [scale], parameters)
+        for pair, factor, scale in zip(pairs, factors, scales, strict=True):
+            pair.check_factor(float(factor))
+            for target, multiplier in zip(*scaling_plan([pair], [scale], parameters, optimizer), strict=True):
+                _require_representable(pair, float(factor), target, multiplier)
+    rescale_many(pairs, scales, parameters, optimizer)
+
+
+def _require_representable(pair: ScalePair, factor: float, target: Tensor, multiplier: Tensor) -> None:
+    """Raise a ValueError where an entry overflows, vanishes, or falls among the subnormals, which have fewer bits."""
+    result = (target * multiplier.to(target.device)).abs()
+    smallest = torch.finfo(target.dtype).tiny
+    lost = (result < smallest) & (target.abs() >= smallest)
+    if not bool(torch.isfinite(result).all()) or bool(lost.any()):
+        raise ValueError(
+            f"{pair}: factor {factor:g} over- or underflows a weight, gradient or moment in {target.dtype}; "
+            "nothing was changed. Use a factor nearer to 1"
+        )
 
 
 def rescale_many(
@@ -92,7 +113,7 @@ def scaling_plan(
             parameter = parameter_of(parameters, part)
             for tensor, exponent in _moving_tensors(parameter, part, optimizer):
                 targets.append(part.view(tensor))
-                scales.append(powers[exponent])
+                scales.append(powers[exponent].to(tensor.device))
     return targets, scales
 
 

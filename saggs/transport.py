@@ -13,10 +13,14 @@ Source of the rules: the SAGGS paper (Kim, 2026) for Adam's two moments; the res
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from saggs.pairs import ScalePair, parameter_of
 
 # Optimizer class -> state name -> k. `step` is a counter, not a tensor of the weight's shape.
 _RULES: dict[type[torch.optim.Optimizer], dict[str, int]] = {
@@ -42,7 +46,8 @@ def require_transportable(optimizer: torch.optim.Optimizer | type[torch.optim.Op
     if cls not in _RULES:
         raise ValueError(
             f"cannot carry the state of {cls.__module__}.{cls.__qualname__} through a rescaling: its rule is not "
-            f"known. Use one of {', '.join(transportable())}, or leave the state alone with transport=False"
+            f"known. Use one of {', '.join(transportable())}, or leave its state alone (no optimizer here; "
+            "transport=False for a Rebalancer)"
         )
     if isinstance(optimizer, type):
         return
@@ -51,8 +56,31 @@ def require_transportable(optimizer: torch.optim.Optimizer | type[torch.optim.Op
         warnings.warn(
             f"{cls.__name__} with coupled weight decay {coupled[0]} mixes weights into its moments; carrying them is "
             "only approximate. Decoupled decay (AdamW) is exact",
-            stacklevel=3,
+            stacklevel=_levels_to_caller(),
         )
+
+
+def require_owned(
+    optimizer: torch.optim.Optimizer, pairs: Iterable[ScalePair], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise a ValueError where the optimizer holds no parameter of any pair: it must be another model's.
+
+    Some may be absent (frozen parameters have no state); all of them absent is a mistake nothing else would show.
+    """
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wanted = [parameter_of(parameters, part) for pair in pairs for part in pair.slices]
+    if wanted and not any(id(parameter) in owned for parameter in wanted):
+        raise ValueError(
+            f"the {type(optimizer).__name__} holds none of the pairs' parameters; pass the optimizer of this very model"
+        )
+
+
+def _levels_to_caller() -> int:
+    """How many frames up the first one outside this package is, for a warning to point at."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saggs":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _decays_coupled(cls: type[torch.optim.Optimizer], group: dict[str, object]) -> bool:

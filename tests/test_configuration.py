@@ -59,11 +59,36 @@ def test_every_option_of_every_group_composes_and_is_valid(option: str) -> None:
             validated(composed([f"{group}={name}"]))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (schema.CONFIGS / "experiment").glob("*.yaml")))
-def test_every_experiment_expands_to_distinct_valid_runs(name: str) -> None:
-    runs = expand([f"experiment={name}"])
-    assert len({run.run_id for run in runs}) == len(runs) == EXPERIMENTS[name]
-    assert f"experiment={name}" in (schema.CONFIGS / "experiment" / f"{name}.yaml").read_text().partition("\n# ")[2]
+def expands(name: str, *narrower: str) -> int:
+    runs = expand([f"experiment={name}", *narrower])
+    assert len({run.run_id for run in runs}) == len(runs)
+    return len(runs)
+
+
+def test_every_experiment_is_known_here_and_begins_with_its_command() -> None:
+    files = {path.stem: path.read_text() for path in (schema.CONFIGS / "experiment").glob("*.yaml")}
+    assert files.keys() == EXPERIMENTS.keys()
+    for name, text in files.items():
+        assert text.splitlines()[1].startswith(f"# python train.py -m experiment={name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "narrower", "count"),
+    [
+        ("table2", ["seed=0"], 10),
+        ("table2_paper", ["seed=0", "arm=control,soft_saggs"], 4),
+        ("table2_debug", ["model=debug_llama"], 10),
+        ("tune_table2", ["seed=100", "arm=control"], 10),
+    ],
+)
+def test_every_experiment_expands_to_distinct_valid_runs(name: str, narrower: list[str], count: int) -> None:
+    assert expands(name, *narrower) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_expands_whole(name: str) -> None:
+    assert expands(name) == EXPERIMENTS[name]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +140,13 @@ WRONG = {
     "added nested key": (["+model.width_=3"], ["model.width_", "width"]),
     "added top key": (["+leraning=1"], ["leraning", "training"]),
     "fraction for an integer": (["seed=1.5"], ["seed", "1.5"]),
-    "truth value for an integer": (["seed=true"], ["seed", "true"]),
+    "truth value for an integer": (["seed=true"], ["seed=True", "Integer"]),
     "word for a number": (["optimizer.learning_rate=abc"], ["optimizer.learning_rate", "abc"]),
     "period of zero": (["rebalance=saggs", "rebalance.every=0"], ["rebalance.every=0", "at least 1"]),
     "unknown option": (["model=mini_gpt3"], ["mini_gpt3", "mini_gpt2"]),
     "negative seed": (["seed=-1"], ["seed=-1", "0 or more"]),
     "unknown task": (["task=language_modle"], ["task=language_modle", "language_model"]),
-    "no file": (["data=text"], ["data.path", "data.path=VALUE"]),
+    "no file": (["data=text"], ["data.path"]),
 }
 
 
@@ -167,7 +192,8 @@ def refusal(arguments: list[str], outputs: Path) -> str:
     ("arguments", "expected"),
     [
         (["model=debug_llama", "+model.hf.hiden_act=silu"], ["model.hf.hiden_act", "'hidden_act'"]),
-        (["+model.hf.hiden_size=64"], ["model.hf.hiden_size", "'hidden_size'"]),
+        (["+model.hf.hiden_size=64"], ["model.hf.hiden_size", "GPT2Config"]),
+        (["model=debug_llama", "+model.hf.hiden_size=64"], ["model.hf.hiden_size", "'hidden_size'"]),
         (["model=debug_llama", "+model.hf.hidden_size=64"], ["model.hf.hidden_size", "change those"]),
         (["rebalance=saggs", "rebalance.kinds=[up_down]"], ["rebalance.kinds", "up_down", "rebalance=none"]),
         (["imbalance=reciprocal", "imbalance.kinds=[up_down]"], ["imbalance.kinds", "imbalance=none"]),

@@ -152,9 +152,6 @@ def test_finding_pairs_changes_no_bit_of_the_model_its_gradients_or_its_mode() -
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="a tied weight stands under one name only, the pair names both"
-)
 def test_a_weight_shared_between_layers_leaves_its_pairs_out_by_name() -> None:
     """down_proj of both layers is one tensor: neither up_down pair is exact, the four others are."""
     model = tiny_llama()
