@@ -95,6 +95,18 @@ def _is_alive(directory: Path, status: dict[str, Any]) -> bool:
     return False
 
 
+def _locked(stream: IO[bytes]) -> bool:
+    """Take the lock; False where a run holds it. Whoever only looks (`peek`) holds it for an instant: try again."""
+    for _ in range(10):
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
 class Run:
     """An open run: the one writer of its directory. Made by `Run.open`."""
 
@@ -128,11 +140,9 @@ class Run:
         directory = runs_root(config) / identity.run_id
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / "lock", "ab")  # noqa: SIM115 - held for the run's life
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(lock):
             lock.close()
-            raise RunAlive(f"{identity.run_id} is running in another process; it is left alone") from None
+            raise RunAlive(f"{identity.run_id} is running in another process; it is left alone")
         try:
             if peek_elsewhere(directory):
                 raise RunAlive(f"{identity.run_id} has a fresh heartbeat from another host; it is left alone")

@@ -37,11 +37,10 @@ class Tracker:
     @classmethod
     def start(cls, config: Config, manifest: dict[str, Any]) -> Tracker:
         """Begin mirroring as the configuration says; never raises."""
-        mode = _resolved(config.wandb.mode)
-        if mode == "disabled":
+        if config.wandb.mode == "disabled":
             return cls(None)
         try:
-            run = _init(config, manifest, mode)
+            run = _init(config, manifest, _resolved(config.wandb.mode))
         except Exception as error:
             log.warning("W&B could not start (%s); the run's own files are complete without it", error)
             return cls(None)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 from experiments import registry
 from experiments.checks import ConfigError
 from experiments.config import Config, CustomRebalance, ReciprocalImbalance, Saggs
+from experiments.files import write_json
 from experiments.identity import derived_seed
 from experiments.language_model.batches import Batches
 from experiments.language_model.data import load_data
@@ -46,7 +45,7 @@ class Prepared:
 
     def execute(self, run: Run) -> dict[str, Any]:
         """Train, then assess the validation and the test split whole; returns the summary's result."""
-        write_pairs(run.directory / "pairs.json", self.trainer.pairs)
+        write_json(run.directory / "pairs.json", [pair.to_json() for pair in self.trainer.pairs])
         with Tracker.start(self.config, run.manifest) as tracker:
             self.trainer.train(run, tracker)
             result = {split: self._assess(split) for split in ("validation", "test")}
@@ -131,11 +130,6 @@ def build_rebalancer(
         "rebalance", rule.name, rule.options, every=rule.every, transport=rule.transport, **common
     )
     return built
-
-
-def write_pairs(path: Path, pairs: list[ScalePair]) -> None:
-    """The run's pairs with their certificates, for whoever wants to check them."""
-    path.write_text(json.dumps([pair.to_json() for pair in pairs], indent=1) + "\n")
 
 
 def _facts(config: Config, data: TokenData, device: str) -> dict[str, Any]:
