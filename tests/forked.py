@@ -102,6 +102,11 @@ class Child:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def wait_stopped(self) -> None:
+        """Wait until it has stopped itself (SIGSTOP)."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        assert self.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T"), self.text()
+
     def kill(self) -> int:
         """Kill it where it stands."""
         self.send(signal.SIGKILL)
@@ -203,6 +208,24 @@ def run(arguments: Sequence[str], output: Path, expected: int | None = 0, **opti
     code = child.wait(120)
     assert expected is None or code == expected, f"exit code {code}, not {expected}:\n{child.text()}"
     return child
+
+
+def signal_at(step: int, number: signal.Signals) -> Callable[[], None]:
+    """For `before`: the run sends itself a signal once the row of a step is written (log every step)."""
+
+    def prepare() -> None:
+        from experiments.run import Run
+
+        written = Run.log
+
+        def log(self: Run, row: dict[str, Any]) -> None:
+            written(self, row)
+            if row["step"] == step and "loss" in row:
+                os.kill(os.getpid(), number)
+
+        Run.log = log  # type: ignore[method-assign]
+
+    return prepare
 
 
 # --- what a run left behind ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import outputs_in
-from forked import DEBUG, composed, differences, directory, final_state, read, run, start
+from forked import DEBUG, composed, differences, directory, final_state, read, run, signal_at, start
 from torch import nn
 
 from experiments.checks import validated
@@ -82,10 +82,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> dic
 def half_way(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Path:
     """The live store of a run killed after step 8; it has three checkpoints."""
     outputs = outputs_in(tmp_path_factory.mktemp("half") / "outputs", warm_cache)
-    child = start([*COMMAND, f"paths.outputs={outputs}"], outputs / "log")
-    assert child.wait_until(lambda: (directory(outputs) / "checkpoints/step-000008").exists()
-                            if (outputs / "runs").exists() else False)  # fmt: skip
-    child.kill()
+    run([*COMMAND, f"paths.outputs={outputs}"], outputs / "log", -9, before=signal_at(9, signal.SIGKILL))
     return outputs
 
 
@@ -182,10 +179,8 @@ def test_a_run_that_meets_a_limit_on_disk_fails_clearly_and_resumes_bit_equal(
     outputs: Path, reference: dict[str, Any]
 ) -> None:
     """A real limit on the size of a file, set from outside after the first checkpoint."""
-    child = start([*COMMAND, f"paths.outputs={outputs}"], outputs / "log")
-    saved = outputs / "runs"
-    assert child.wait_until(lambda: any(saved.glob("*/checkpoints/step-*")))
-    child.send(signal.SIGSTOP)
+    child = start([*COMMAND, f"paths.outputs={outputs}"], outputs / "log", before=signal_at(3, signal.SIGSTOP))
+    child.wait_stopped()
     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     child.send(signal.SIGCONT)
     assert child.wait() == 1
@@ -194,7 +189,7 @@ def test_a_run_that_meets_a_limit_on_disk_fails_clearly_and_resumes_bit_equal(
     assert status["status"] == "failed"
     assert "File too large" in status["message"]
     assert "OSError" in (directory(outputs) / "traceback.txt").read_text()
-    assert (checkpoint.load_newest(directory(outputs) / "checkpoints") or {})["state"]["step"] >= 2
+    assert (checkpoint.load_newest(directory(outputs) / "checkpoints") or {})["state"]["step"] == 2
     run([*COMMAND, f"paths.outputs={outputs}"], outputs / "log")
     assert differences(final_state(directory(outputs)), reference) == []
 
@@ -318,48 +313,31 @@ def test_groups_and_parameters_in_another_order_swap_nothing(tmp_path: Path) -> 
     )
 
 
-def renamed(saved: dict[str, Any]) -> None:
-    saved["state"]["q_prj.weight"] = saved["state"].pop("q_proj.weight")
+FOREIGN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another name": (lambda s: s["state"].update({"q_prj.weight": s["state"].pop("q_proj.weight")}), "q_prj.weight"),
+    "another shape": (lambda s: s["state"]["q_proj.weight"].update(exp_avg=torch.zeros(4, 5)), "q_proj.weight"),
+    "another class": (lambda s: s.update({"class": "SGD"}), "SGD"),
+    "another group": (lambda s: s["groups"][0]["names"].pop(), "no saved group"),
+}
 
 
-def reshaped(saved: dict[str, Any]) -> None:
-    saved["state"]["q_proj.weight"]["exp_avg"] = torch.zeros(4, 5)
-
-
-def reclassed(saved: dict[str, Any]) -> None:
-    saved["class"] = "SGD"
-
-
-def regrouped(saved: dict[str, Any]) -> None:
-    saved["groups"][0]["names"].pop()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (renamed, "q_prj.weight"),
-        (reshaped, "q_proj.weight"),
-        (reclassed, "SGD"),
-        (regrouped, "no saved group"),
-        (None, ""),
-    ],
-)
-def test_state_that_does_not_belong_is_refused(change: Callable[[dict[str, Any]], None] | None, message: str) -> None:
+@pytest.mark.parametrize("what", FOREIGN)
+def test_state_that_does_not_belong_is_refused(what: str) -> None:
     model = Block()
     saved = checkpoint.optimizer_state_of(model, stepped(model, torch.optim.AdamW(model.parameters())))
     fresh = torch.optim.AdamW(model.parameters())
-    if change is None:
-        checkpoint.load_optimizer_state(model, fresh, saved)
-        return
+    checkpoint.load_optimizer_state(model, fresh, saved)  # the control
+    change, message = FOREIGN[what]
     change(saved)
     with pytest.raises(ValueError, match=message):
         checkpoint.load_optimizer_state(model, fresh, saved)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("wrapped", [(True, False), (False, True), (True, True)])
 def test_compiled_and_plain_models_share_checkpoints(wrapped: tuple[bool, bool], tmp_path: Path) -> None:
     """`torch.compile` is lazy: wrapping compiles nothing, but it renames every parameter to `_orig_mod.…`."""
-    models = []
+    models: list[Any] = []
     for seed, wrap in enumerate(wrapped):
         torch.manual_seed(seed)
         inner = Block()
@@ -393,19 +371,19 @@ def test_tied_stays_tied_and_untied_untied(option: str, tied: bool, tmp_path: Pa
     """Through the suite's checkpoint and through transformers' own format."""
     from transformers import AutoModelForCausalLM
 
-    config = validated(composed([*DEBUG, f"model={option}", f"model.tied={str(tied).lower()}"]))
-    model: Any = build_model(config, 0)
-    other: Any = build_model(
-        validated(composed([*DEBUG, f"model={option}", f"model.tied={str(tied).lower()}", "seed=1"])), 0
-    )
+    def built(seed: int) -> Any:
+        arguments = [f"model={option}", f"model.tied={str(tied).lower()}", f"seed={seed}"]
+        return build_model(validated(composed([*DEBUG, *arguments])), 0)
+
+    model, other = built(0), built(1)
     count = sum(p.numel() for p in model.parameters())
     saved = round_trip(tmp_path / "ours", model, torch.optim.AdamW(model.parameters()))
     assert sum(t.numel() for t in saved["weights"].values()) == count
     checkpoint.load_weights(other, saved["weights"])
-    model.save_pretrained(tmp_path / "theirs")
-    theirs, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", dtype=torch.float32, output_loading_info=True
-    )
+    theirs_at = tmp_path / "theirs"
+    model.save_pretrained(theirs_at)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    theirs, report = load(theirs_at, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"]
     for loaded in (other, theirs):
         assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied

@@ -19,7 +19,20 @@ from typing import Any
 
 import pytest
 from conftest import outputs_in
-from forked import DEBUG, ROOT, composed, differences, directories, directory, final_state, read, rows, run, start
+from forked import (
+    DEBUG,
+    ROOT,
+    composed,
+    differences,
+    directories,
+    directory,
+    final_state,
+    read,
+    rows,
+    run,
+    signal_at,
+    start,
+)
 
 from experiments.checks import validated
 from experiments.run import Run, RunAlive, peek
@@ -43,9 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Path
 def half_way(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Path:
     """A live store with one run killed after its first checkpoint."""
     outputs = outputs_in(tmp_path_factory.mktemp("half") / "outputs", warm_cache)
-    child = start(at(outputs), outputs / "log")
-    assert child.wait_until(lambda: any((outputs / "runs").glob("*/checkpoints/step-*")))
-    child.kill()
+    run(at(outputs), outputs / "log", -9, before=signal_at(5, signal.SIGKILL))
     assert peek(directory(outputs)).status == "interrupted"
     return outputs
 
@@ -314,7 +325,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_a_divergence(logging_every: in
                 parameters[0].grad.fill_(math.inf)
             return real(parameters, limit)
 
-        torch.nn.utils.clip_grad_norm_ = clip
+        torch.nn.utils.clip_grad_norm_ = clip  # type: ignore[assignment]
 
     command = at(outputs, "checkpoint.every=1", f"logging.every={logging_every}")
     child = run(command, outputs / "log", expected=None, before=overflow)
