@@ -1,6 +1,6 @@
 """Three lines in a training loop of your own: a model that nobody configured, kept balanced while it trains.
 
-    python examples/own_loop.py
+python examples/own_loop.py
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ def _check_model(model: Model) -> None:
 def _check_data(data: Data) -> None:
     _one_of("data.tokenizer", data.tokenizer, ("bpe", "gpt2"))
     _positive("data", data, "limit_documents")
+    _require(data.name != "text" or bool(data.path), "data.path", data.path, "data=text needs data.path=FILE_OR_FOLDER")
     if data.tokenizer == "gpt2":
         _require(data.vocabulary == 50257, "data.vocabulary", data.vocabulary, "GPT-2's tokenizer has 50257 entries")
     else:

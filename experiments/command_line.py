@@ -13,8 +13,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -111,7 +113,10 @@ def _account(arguments: Sequence[str]) -> int:
     """After a sweep: a table of every run, done, failed or missing; exit code 1 unless all are done."""
     from experiments import sweep
 
-    overrides = [a for a in arguments if not a.startswith("-")]
+    parsed = get_args_parser().parse_args(list(arguments))
+    overrides = list(parsed.overrides)
+    if parsed.config_dir:
+        overrides.append(f"hydra.searchpath=[file://{Path(parsed.config_dir).resolve()}]")
     runs = sweep.expand(overrides)
     sweep.print_states(runs)
     return 0 if all(sweep.state_of(r).status == "done" for r in runs) else FAILED

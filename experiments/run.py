@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -30,6 +31,8 @@ from typing import IO, Any, Literal
 from experiments.config import Config
 from experiments.files import read_json, sync_directory, write_atomically, write_json
 from experiments.identity import NUMERICS_VERSION, Identity
+
+log = logging.getLogger(__name__)
 
 Status = Literal["missing", "running", "interrupted", "failed", "diverged", "done"]
 ENDED: tuple[Status, ...] = ("done", "diverged")
@@ -45,8 +48,8 @@ class RunEnded(Exception):
     """The run is done, or has diverged for good: there is nothing left to do."""
 
 
-class Interrupted(Exception):
-    """The run was asked to stop (SIGTERM, SIGINT) and has saved its state."""
+class Interrupted(BaseException):
+    """The run was asked to stop (SIGTERM, SIGINT) and has saved its state. No `except Exception` may go on after it."""
 
 
 class Diverged(Exception):
@@ -170,6 +173,9 @@ class Run:
                     f"{directory} was begun on data {manifest['data'].get('fingerprint')}, which is now "
                     f"{facts['data'].get('fingerprint')}; restore the data, or move the directory away to start anew"
                 )
+            if manifest["environment"].get("device") != facts["environment"].get("device"):
+                log.warning("%s began on %s and goes on on %s: its numbers belong to neither", identity.run_id,
+                            manifest["environment"].get("device"), facts["environment"].get("device"))  # fmt: skip
             return dict(manifest)
         manifest = {
             "run_id": identity.run_id,

@@ -67,12 +67,17 @@ def expand(overrides: Sequence[str]) -> list[SweepRun]:
         assert isinstance(params, dict)
         parsed = OverridesParser.create().parse_overrides([f"{k!s}={v}" for k, v in params.items()] + list(overrides))
         for job in BasicSweeper.split_arguments(parsed, None)[0]:
-            config = validated(compose("config", overrides=[o for o in job if not o.startswith("hydra")]))
+            config = validated(compose("config", overrides=[o for o in job if not _of_hydra(o)]))
             run = SweepRun(tuple(job), config, Identity.of(config))
             if run.run_id in runs:
                 log.warning("%s is listed twice; it counts once", run.run_id)
             runs.setdefault(run.run_id, run)
     return list(runs.values())
+
+
+def _of_hydra(override: str) -> bool:
+    """How to launch, which changes no run. Where configurations are found does change them."""
+    return override.startswith(("hydra.", "hydra/")) and not override.startswith("hydra.searchpath")
 
 
 def _is_sweep(override: str) -> bool:

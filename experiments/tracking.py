@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from experiments.config import Config
 from experiments.run import runs_root
@@ -101,19 +102,20 @@ def _has_key() -> bool:
         return False
 
 
-def _server() -> Any:
+def _server() -> SplitResult:
     import wandb
 
     return urlsplit(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url)
 
 
 def _reachable() -> bool:
-    server = _server()
-    port = server.port or (443 if server.scheme == "https" else 80)
+    """Whether the server answers a request at all: one that only accepts connections would block for long."""
     try:
-        with socket.create_connection((server.hostname, port), timeout=_PROBE_SECONDS):
+        with urllib.request.urlopen(urlunsplit(_server()), timeout=_PROBE_SECONDS):
             return True
-    except OSError:
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
         return False
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments.analysis import tables
+from experiments import files
 from experiments.analysis.statistics import summarize
 from experiments.analysis.tables import Cell, Column, Table, bold, check_latex, escape_latex
 
@@ -145,7 +145,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(tables.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
         table(1.0).write(tmp_path, "t")
     assert path.read_bytes() == before

@@ -232,7 +232,9 @@ class Table:
         return _formatted(value.mean, column.format), std, seeds
 
     def _plain(self, cell: Cell, column: Column) -> str:
-        body, std, seeds = self._parts(_value(cell), column)
+        value = _value(cell)
+        body, std, seeds = self._parts(value, column)
+        body = body if isinstance(value, str) else body.replace("-", "−")
         return body + (f" ± {std}" if std else "") + (f" (n={seeds})" if seeds else "")
 
     def _latex(self, cell: Cell, column: Column) -> str:

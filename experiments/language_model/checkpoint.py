@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(directory)
-    for old in _all(directory)[keep:]:
+    for old in [path for path in _all(directory) if path != final][keep - 1 :]:
         shutil.rmtree(old)
     return final
 
@@ -175,21 +176,31 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 def _all(directory: Path) -> list[Path]:
     """Checkpoints, the newest first."""
-    return sorted(directory.glob("step-*"), reverse=True)
+    found = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def load_newest(directory: Path) -> dict[str, Any] | None:
+def load_newest(directory: Path, tidy: bool = False) -> dict[str, Any] | None:
     """The newest intact checkpoint as {"weights", "optimizer", "state", "path"}; None where there is none.
 
-    Damaged ones are named in a warning and passed over; left-overs of a killed save are removed.
+    Damaged ones are named in a warning and passed over.
+
+    Args:
+        directory: the run's `checkpoints`; need not exist.
+        tidy: for the run's own process: set damaged ones aside and remove what a killed save left behind.
     """
-    for leftover in directory.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for path in _all(directory):
+    if tidy:
+        for leftover in directory.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    candidates = _all(directory)
+    for path in candidates:
         try:
             return _read(path)
         except CheckpointDamaged as error:
-            log.warning("%s; using the one before it", error)
+            before = "using the one before it" if path != candidates[-1] else "there is none before it: from step 0"
+            log.warning("%s; %s", error, before)
+            if tidy:
+                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
     return None
 
 

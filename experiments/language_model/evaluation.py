@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -61,7 +62,14 @@ def _exp(value: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, tokens: np.ndarray, context: int, batch_sequences: int, device: str) -> Likelihood:
+def evaluate(
+    model: nn.Module,
+    tokens: np.ndarray,
+    context: int,
+    batch_sequences: int,
+    device: str,
+    after_batch: Callable[[], None] = lambda: None,
+) -> Likelihood:
     """The likelihood of a token stream. Touches no random state and leaves the model in the mode it was in.
 
     Args:
@@ -70,6 +78,7 @@ def evaluate(model: nn.Module, tokens: np.ndarray, context: int, batch_sequences
         context: inputs a window.
         batch_sequences: windows at a time; changes speed and memory only.
         device: where the model is.
+        after_batch: called after every batch, to say that the run is alive.
 
     Raises:
         ValueError: fewer than two tokens.
@@ -87,6 +96,7 @@ def evaluate(model: nn.Module, tokens: np.ndarray, context: int, batch_sequences
     for begin in range(0, whole, batch_sequences):
         rows = slice(begin, begin + batch_sequences)
         total += _summed(forward, weight, inputs[rows].to(device), targets[rows].to(device))
+        after_batch()
     if predicted % context:
         tail = torch.from_numpy(np.asarray(tokens[whole * context :], dtype=np.int64)).unsqueeze(0).to(device)
         total += _summed(forward, weight, tail[:, :-1], tail[:, 1:])
@@ -94,9 +104,9 @@ def evaluate(model: nn.Module, tokens: np.ndarray, context: int, batch_sequences
     return Likelihood(float(total), predicted, context)
 
 
-def _summed(forward: object, weight: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+def _summed(forward: Callable[[Tensor], Tensor], weight: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood of a batch, each token's in the model's precision, their sum in float64."""
-    hidden = forward(inputs)  # type: ignore[operator]
+    hidden = forward(inputs)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for row, target in zip(hidden, targets, strict=True):  # one window's logits at a time
         total += cross_entropy((row @ weight.T).float(), target, reduction="none").double().sum()

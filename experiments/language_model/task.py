@@ -48,14 +48,15 @@ class Prepared:
         write_json(run.directory / "pairs.json", [pair.to_json() for pair in self.trainer.pairs])
         with Tracker.start(self.config, run.manifest) as tracker:
             self.trainer.train(run, tracker)
-            result = {split: self._assess(split) for split in ("validation", "test")}
+            result = {split: self._assess(split, run) for split in ("validation", "test")}
             tracker.summarise(result)
         return result
 
-    def _assess(self, split: str) -> dict[str, float | int]:
+    def _assess(self, split: str, run: Run) -> dict[str, float | int]:
         counts, tokens = self.data.counts[split], self.data.split(split)
         settings, context = self.config.evaluation, self.config.model.context
-        found = evaluate(self.trainer.model, tokens, context, settings.batch_sequences, self.trainer.device)
+        trainer, beat = self.trainer, lambda: run.beat(self.total_steps)
+        found = evaluate(trainer.model, tokens, context, settings.batch_sequences, trainer.device, after_batch=beat)
         return found.with_text(words=counts.words, size_bytes=counts.bytes)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from experiments.code_version import code_version
 from experiments.config import Config, ReciprocalImbalance, Training
 from experiments.identity import derived_seed
 from experiments.language_model import checkpoint
@@ -70,7 +71,7 @@ class Trainer:
         if start == 0:
             self._inject(at_step=0)
             self._record_validation(run, tracker, 0)
-        pending: list[Tensor] = []  # losses not yet looked at: reading one waits for the device
+        pending: list[Tensor] = []  # losses and gradient norms not yet looked at: reading one waits for the device
         bar = tqdm(total=training.steps, initial=start, disable=not self.config.progress or None, unit="step",
                    desc=run.manifest["run_id"], leave=False)  # fmt: skip
         with _stop_signals() as stop, bar:
@@ -83,9 +84,10 @@ class Trainer:
                 inputs, targets = self.batches.sample((step - 1) * sequences, sequences)
                 rate = rate_at(step)
                 loss, norm = self._update(step_loss, inputs, targets, rate)
-                pending.append(loss)
+                pending.append(torch.stack([loss, norm.to(loss)]))
                 last, due = step == training.steps, lambda n: step % n == 0  # noqa: B023 - used in this pass only
-                log, save = due(every.logging.every) or last, due(every.checkpoint.every) or last or stop.asked
+                asked = stop.asked  # once a step: a signal that comes later is seen in the next one
+                log, save = due(every.logging.every) or last, due(every.checkpoint.every) or last or bool(asked)
                 assess = due(every.evaluation.every) or last
                 if log or save or assess or self.device == "cpu":
                     _require_finite(pending, step)
@@ -103,8 +105,8 @@ class Trainer:
                     self._save(run, checkpoints, step)
                 run.beat(step)
                 bar.update()
-                if stop.asked and not last:
-                    raise Interrupted(f"{stop.asked} at step {step}; the state is saved, the same command resumes it")
+                if asked and not last:
+                    raise Interrupted(f"{asked} at step {step}; the state is saved, the same command resumes it")
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,14 @@ class Trainer:
         settings = self.config.evaluation
         limit = settings.curve_tokens
         tokens = self.validation if limit is None else self.validation[: limit + 1]
-        found = evaluate(self.model, tokens, self.config.model.context, settings.batch_sequences, self.device)
+        found = evaluate(
+            self.model,
+            tokens,
+            self.config.model.context,
+            settings.batch_sequences,
+            self.device,
+            after_batch=lambda: run.beat(step),
+        )
         if not math.isfinite(found.nll_nats):
             raise Diverged(f"the validation loss is {found.nll_nats} at step {step}")
         keep = ("nll_per_token", "perplexity", "tokens")
@@ -165,7 +174,7 @@ class Trainer:
 
     def _resume(self, run: Run, checkpoints: Path) -> int:
         """Restore the newest intact checkpoint; returns its step, or 0 with the metrics emptied."""
-        saved = checkpoint.load_newest(checkpoints) if checkpoints.exists() else None
+        saved = checkpoint.load_newest(checkpoints, tidy=True)
         if saved is None:
             run.rewind_metrics(0)
             return 0
@@ -175,7 +184,8 @@ class Trainer:
         if self.rebalancer is not None:
             self.rebalancer.load_state_dict(state["rebalancer"])
         run.rewind_metrics(state["metrics_bytes"])
-        run.log_timing({"step": state["step"], "resumed_from": saved["path"].name, "time": time.time()})
+        run.log_timing({"step": state["step"], "resumed_from": saved["path"].name, "time": time.time(),
+                        "code": code_version()})  # fmt: skip
         return int(state["step"])
 
 
@@ -268,10 +278,12 @@ def seed_dropout(config: Config, step: int) -> None:
         torch.manual_seed(derived_seed(config.seed, f"dropout:{step}"))
 
 
-def _require_finite(losses: list[Tensor], step: int) -> None:
-    for back, value in enumerate(reversed(torch.stack(losses).tolist())):
-        if not math.isfinite(value):
-            raise Diverged(f"the training loss is {value} at step {step - back}")
+def _require_finite(pending: list[Tensor], step: int) -> None:
+    """Raise Diverged for the first of the last steps whose loss or gradient norm is NaN or infinite."""
+    for behind, (loss, norm) in zip(range(len(pending) - 1, -1, -1), torch.stack(pending).tolist(), strict=True):
+        for what, value in (("training loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise Diverged(f"the {what} is {value} at step {step - behind}")
 
 
 @dataclass
