@@ -65,7 +65,7 @@ test-slow: setup ## the long proofs
 
 lint: setup ## ruff and mypy
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/mypy --strict saggs && $(VENV)/bin/mypy experiments train.py && $(VENV)/bin/mypy scripts benchmarks
+	@$(VENV)/bin/mypy --strict saggs && $(VENV)/bin/mypy experiments train.py && $(VENV)/bin/mypy scripts benchmarks && MYPYPATH=tests $(VENV)/bin/mypy tests examples
 
 clean: ## remove the environment and caches; runs in outputs/ stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -62,7 +62,7 @@ class BareLoop:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 class OurStep:

@@ -104,7 +104,8 @@ def _check_model(model: Model) -> None:
 def _check_data(data: Data) -> None:
     _one_of("data.tokenizer", data.tokenizer, ("bpe", "gpt2"))
     _positive("data", data, "limit_documents")
-    _require(data.name != "text" or bool(data.path), "data.path", data.path, "data=text needs data.path=FILE_OR_FOLDER")
+    if data.name == "text" and not data.path:
+        raise ConfigError("no value for data.path; set it, as in data.path=FILE_OR_FOLDER")
     if data.tokenizer == "gpt2":
         _require(data.vocabulary == 50257, "data.vocabulary", data.vocabulary, "GPT-2's tokenizer has 50257 entries")
     else:
@@ -141,6 +142,8 @@ def _check_imbalance(config: Config) -> None:
 
 
 def _check_rebalance(rebalance: Rebalance) -> None:
+    if isinstance(rebalance, CustomRebalance) and rebalance.name == "none":
+        raise ConfigError("no value for rebalance.name; set it to the name that a plugin registered")
     if isinstance(rebalance, Saggs | CustomRebalance):
         _require(rebalance.every >= 1, "rebalance.every", rebalance.every,
                  "the period must be at least 1 step; rebalance=none never rebalances")  # fmt: skip

@@ -164,7 +164,6 @@ class Saggs(Rebalance):
 class CustomRebalance(Rebalance):
     """A balancing rule registered by a plugin under `name`."""
 
-    name: str = MISSING
     every: int = 10
     kinds: list[str] = field(default_factory=lambda: list(KINDS))
     transport: bool = True

@@ -152,7 +152,7 @@ def test_the_rate_of_table_2_is_the_control_arms_best_on_the_validation_split() 
 
 def test_every_committed_run_of_one_start_is_the_same_function_at_step_0(table2_rows) -> None:  # type: ignore[no-untyped-def]
     """Arms are paired: one seed's balanced and imbalanced starts agree to the bit before the first step."""
-    first = {}
+    first: dict[tuple[str, int], set[float]] = {}
     for _, row in table2_rows.frame.iterrows():
         start = next(point["nll_per_token"] for point in row["curve"] if point["step"] == 0)
         first.setdefault((row["model"], row["seed"]), set()).add(start)
@@ -173,3 +173,23 @@ def test_perplexities_of_committed_runs_are_the_exponentials_of_their_likelihood
         for split in ("validation", "test"):
             found = summary["result"][split]
             assert found["perplexity"] == pytest.approx(math.exp(found["nll_nats"] / found["tokens"]), rel=1e-12)
+
+
+def test_every_row_of_the_readmes_table_stands_in_the_committed_one() -> None:
+    """No number in the README that no committed run produced."""
+    committed = [
+        line.strip("| \n").split(" | ") for line in (RESULTS / "tables" / "table2.md").open() if line[0] == "|"
+    ]
+    quoted = [line.strip("| \n").split(" | ") for line in (ROOT / "README.md").open() if line.startswith("| mini_")]
+    table = [row for row in quoted if row[1] in ("control", "imbalanced", "saggs", "soft_saggs", "control_saggs")]
+    assert len(table) == 10
+    assert all(any(row == other[: len(row)] for other in committed) for row in table)
+    assert not any(row[:3] == [*table[0][:2], "1.0 ± 0.1"] for row in committed)
+
+
+def test_the_readmes_speeds_are_those_of_the_committed_benchmark() -> None:
+    measured = json.loads((RESULTS / "benchmarks" / "training_step.json").read_text())["rows"]
+    readme = (ROOT / "README.md").read_text()
+    for row in measured:
+        assert f"| {row['model']} | {row['step_ms']:.0f} ms | {row['bare_loop_ms']:.0f} ms |" in readme
+        assert f"{row['speed_ratio']:.2f} | {row['rebalance_share_at_period_10']:.2%}".replace("%", " %") in readme

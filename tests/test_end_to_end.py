@@ -97,7 +97,7 @@ def test_an_exported_model_loads_in_transformers_and_predicts_the_same(outputs: 
     own = checkpoint.weights_of(model)
     assert own.keys() == saved["weights"].keys()
     assert all(torch.equal(own[name], saved["weights"][name]) for name in own)
-    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("Hello world")["input_ids"]
     with pytest.raises(ValueError, match="exists"):
         export(run, tmp_path / "model")

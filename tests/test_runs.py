@@ -143,7 +143,8 @@ def test_looking_at_a_run_does_not_keep_it_from_being_opened(half_way: Path, tmp
     """A status table reads while a run starts. The control: a writer does keep it."""
     outputs = copied(half_way, tmp_path)
     config = validated(composed(at(outputs)))
-    facts = {"data": read(directory(outputs) / "manifest.json")["data"]}
+    manifest = read(directory(outputs) / "manifest.json")
+    facts = {"data": manifest["data"], "environment": manifest["environment"]}
     with open(directory(outputs) / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunAlive):

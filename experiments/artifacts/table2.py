@@ -18,7 +18,15 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import figures
 from experiments.analysis.collect import one_value_per_seed, statuses_by_seed, values_by_seed
-from experiments.analysis.statistics import Comparison, assess_equivalence, compare, holm, recovered, summarize
+from experiments.analysis.statistics import (
+    Comparison,
+    Equivalence,
+    assess_equivalence,
+    compare,
+    holm,
+    recovered,
+    summarize,
+)
 from experiments.analysis.tables import Cell, Column, Table
 from experiments.artifacts.artifact import Artifact, Rows
 
@@ -62,6 +70,15 @@ class _Cells:
         values, statuses = self.values, self.statuses
         return compare(values(model, first), values(model, second), statuses(model, first), statuses(model, second))
 
+    def equivalence(self, model: str, first: str, second: str) -> Equivalence:
+        values, statuses = self.values, self.statuses
+        return assess_equivalence(
+            values(model, first),
+            values(model, second),
+            first_status=statuses(model, first),
+            second_status=statuses(model, second),
+        )
+
     def _cell(self, model: str, arm: str) -> Any:
         return self.frame[(self.frame["model"] == model) & (self.frame["arm"] == arm)]
 
@@ -98,10 +115,7 @@ def _row(rows: Rows, cells: _Cells, model: str, arm: str) -> dict[str, Cell]:
         row |= {f"delta_{other}_low": low, f"delta_{other}_high": high}
         row[f"delta_{other}_p_holm"] = cells.holm_p.get((model, arm, other))
         row[f"delta_{other}_identical"] = _yes(found.identical) if found else None
-    same = assess_equivalence(
-        cells.values(model, arm), cells.values(model, "control"),
-        first_status=cells.statuses(model, arm), second_status=cells.statuses(model, "control"),
-    ) if arm != "control" else None  # fmt: skip
+    same = cells.equivalence(model, arm, "control") if arm != "control" else None
     row["within_1_percent_of_control"] = _yes(same.equivalent) if same else None
     row["within_1_percent_of_control_p"] = same.p_value if same else None
     for name, column in (("word_ppl", "test_word_perplexity"), ("bits_per_byte", "test_bits_per_byte")):
@@ -170,6 +184,8 @@ def _notes(rows: Rows, cells: _Cells) -> list[str]:
         p = cells.holm_p[(model, "saggs", "imbalanced")]
         if p is not None:
             notes.append(f"{model}: saggs − imbalanced has p = {p:.1g} (Holm).")
+        if note := _equivalence_note(cells, model):
+            notes.append(note)
         if cells.compare(model, "saggs", "control_saggs").identical:
             notes.append(f"{model}: saggs and control_saggs are identical to the bit, as they must be: balancing "
                          "before the first step maps both starts, which differ by powers of two, to one.")  # fmt: skip
@@ -188,6 +204,15 @@ def _notes(rows: Rows, cells: _Cells) -> list[str]:
     if rows.scale != "paper":
         notes.append("The paper's figures are for 101M and 31M parameters on WikiText-103; none stands at this scale.")
     return notes + cells.notes
+
+
+def _equivalence_note(cells: _Cells, model: str) -> str | None:
+    """Whether saggs is as good as control is a claim of its own: no significant difference does not prove it."""
+    found = cells.equivalence(model, "saggs", "control")
+    if found.equivalent is None or found.p_value is None:
+        return None
+    shown = "is shown" if found.equivalent else "is not shown"
+    return f"{model}: that saggs is within 1 % of control {shown} (two one-sided tests, p = {found.p_value:.1g})."
 
 
 def build_figures(rows: Rows) -> dict[str, Figure]:
