@@ -1,7 +1,11 @@
-"""Which version of this code runs: the commit, and whether files differ from it."""
+"""Which version of this code runs: the commit, and whether files differ from it.
+
+Asked once a process, when it starts: what is on disk later is not what has been imported.
+"""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("saggs", "experiments", "train.py", "configs")
 
 
+@functools.cache
 def code_version() -> dict[str, Any]:
     """{"commit": hash or None outside a checkout, "dirty": whether sources differ from it}."""
     commit = _git("rev-parse", "HEAD")

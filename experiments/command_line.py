@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import config as schema
 from experiments.checks import ConfigError, nearest, validated
+from experiments.code_version import code_version
 from experiments.identity import Identity
 from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnded, peek, runs_root
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 TASKS = {"language_model": "experiments.language_model.task"}
 
 FAILED, REFUSED, DIVERGED = 1, 2, 3
+
+code_version()  # now, before the rest is imported
 
 
 def run(settings: DictConfig) -> str:

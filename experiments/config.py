@@ -132,7 +132,7 @@ class Imbalance:
 
 @dataclass
 class ReciprocalImbalance(Imbalance):
-    """Left sides times a factor, right sides divided by it, before optimizer step `step` (0: the start)."""
+    """Left sides times a factor, right sides divided by it, after `step` optimizer steps (0: before the first)."""
 
     name: str = "reciprocal"
     factor: float = 32.0

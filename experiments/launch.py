@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def _estimate(runs: Sequence[SweepRun], todo: Sequence[SweepRun], jobs: int) -> 
     seconds = [s for run in runs if (s := recorded_seconds(run)) is not None]
     if not seconds:
         return "unknown until the first run has ended (none of this sweep has run here or is committed)"
-    total = len(todo) * (sum(seconds) / len(seconds)) / max(1, min(jobs, len(todo)))
+    total = len(todo) * statistics.median(seconds) / max(1, min(jobs, len(todo)))
     return f"about {total / 60:.0f} minutes with {jobs} at a time, from the runs recorded so far"
 
 

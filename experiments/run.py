@@ -176,6 +176,10 @@ class Run:
             if manifest["environment"].get("device") != facts["environment"].get("device"):
                 log.warning("%s began on %s and goes on on %s: its numbers belong to neither", identity.run_id,
                             manifest["environment"].get("device"), facts["environment"].get("device"))  # fmt: skip
+            history = manifest.setdefault("code_history", [manifest["code"]])
+            if facts.get("code", history[-1]) != history[-1]:
+                history.append(facts["code"])
+                write_json(path, manifest)
             return dict(manifest)
         manifest = {
             "run_id": identity.run_id,
@@ -279,6 +283,8 @@ class Run:
             "learning_rate", "config", "code", "environment", "data",
         )  # fmt: skip
         summary = {key: self.manifest[key] for key in keep}
+        if len(history := self.manifest.get("code_history", [])) > 1:
+            summary["code_history"] = history
         curve = [row["validation"] | {"step": row["step"]} for row in self.metrics() if "validation" in row]
         summary |= {"status": status, "steps": self._step, "message": message, "result": result, "curve": curve}
         summary["seconds"] = round(time.time() - self._started, 1)

@@ -53,13 +53,12 @@ def find_pairs(
     candidates = [pair for pair in declared_pairs(model) if pair.kind in chosen]
     if not candidates:
         return []
-    certifier = Certifier(model, inputs, output)
     found: list[ScalePair] = []
-    for pair in candidates:
-        try:
-            found.append(certifier.certify(pair))
-        except CertificationError as error:
-            warnings.warn(f"left out: {error}", stacklevel=2)
+    for examined in Certifier(model, inputs, output).examine(candidates):
+        if isinstance(examined, CertificationError):
+            warnings.warn(f"left out: {examined}", stacklevel=2)
+        else:
+            found.append(examined)
     return found
 
 
@@ -90,7 +89,7 @@ def _renamed(pair: ScalePair, canonical: Mapping[str, str]) -> ScalePair:
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[ScalePair]:
-    part = dict(module.named_children())
+    part = {name: child for name, child in module.named_children() if _has_plain_weight(path, name, child)}
     if {"c_attn", "c_proj"} <= part.keys():
         width_in, width_out = _weight_shape(part["c_attn"])
         if width_out == 3 * width_in:
@@ -102,9 +101,28 @@ def _of_module(path: str, module: nn.Module) -> Iterator[ScalePair]:
         yield _linear_pair("up_down", path, part, left="up_proj", right="down_proj", right_side="columns")
 
 
+_NAMES = ("c_attn", "c_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _has_plain_weight(path: str, name: str, module: nn.Module) -> bool:
+    """Whether the layer's weight is a matrix of its own; one that a wrapper or a parametrisation makes is left out."""
+    if name not in _NAMES:
+        return False
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is not None and weight.dim() == 2:
+        return True
+    where = f"{path}.{name}" if path else name
+    warnings.warn(
+        f"left out: {where} is a {type(module).__name__} whose weight is no plain matrix (wrapped, parametrised or "
+        "quantised); merge or unwrap it to rescale it",
+        stacklevel=5,
+    )
+    return False
+
+
 def _weight_shape(module: nn.Module) -> tuple[int, int]:
-    weight = getattr(module, "weight", None)
-    return tuple(weight.shape) if isinstance(weight, nn.Parameter) and weight.dim() == 2 else (0, 0)  # type: ignore[return-value]
+    rows, columns = dict(module.named_parameters(recurse=False))["weight"].shape
+    return rows, columns
 
 
 def _fused_attention(path: str, c_attn: nn.Module, width: int) -> Iterator[ScalePair]:

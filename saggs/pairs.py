@@ -96,12 +96,14 @@ class Certificate:
         control: relative change when the left side alone is scaled: what a wrong pair would show.
         tolerance: the residual had to stay below this.
         factors: the factors tried.
+        spreads: standard deviations of random weights at which the pair held too, beside the model's own weights.
     """
 
     residual: float
     control: float
     tolerance: float
     factors: tuple[float, ...]
+    spreads: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class ScalePair:
 
         certificate = data.get("certificate")
         if certificate is not None:
-            certificate = Certificate(**{**certificate, "factors": tuple(certificate["factors"])})
+            lists = {name: tuple(certificate.get(name, ())) for name in ("factors", "spreads")}
+            certificate = Certificate(**{**certificate, **lists})
         return cls(
             kind=data["kind"],
             path=data["path"],

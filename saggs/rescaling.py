@@ -87,7 +87,7 @@ def rescale_many(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Rescale disjoint pairs at once by 0-dimensional factor tensors, in foreach kernels, without a host sync.
+    """Rescale disjoint pairs at once by 0-dimensional factor tensors, in foreach calls, without a host sync.
 
     The hot path of `saggs.balancing`: factors stay on the device and are trusted (finite, positive).
     """

@@ -90,7 +90,7 @@ def print_verdicts(rows: Rows, console: Console) -> bool:
     from experiments.analysis.verdict import judge
 
     committed = ROOT / "results" / "runs"
-    verdicts = judge(rows.frame, collect(committed=committed if committed.is_dir() else None))
+    verdicts = judge(rows.frame, collect(committed=committed if committed.is_dir() else None), len(rows.seeds))
     table = Table(title="verdict against the committed runs")
     for header in ("model", "arm", "verdict"):
         table.add_column(header)

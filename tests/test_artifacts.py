@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from experiments.analysis.collect import collect
+from experiments.analysis.collect import collect, one_value_per_seed
 from experiments.analysis.verdict import judge
 from experiments.artifacts import ARTIFACTS, get, tune_table2
 from experiments.artifacts.artifact import read_rows
@@ -127,8 +128,9 @@ def test_cells_are_found_by_identity_and_not_by_label(copied_runs: Path) -> None
 
 def test_verdicts_compare_seed_by_seed(table2_rows) -> None:  # type: ignore[no-untyped-def]
     committed = collect(committed=RESULTS / "runs")
-    assert all(v.reproduced and "bit for bit" in v.text for v in judge(table2_rows.frame, committed))
-    moved = table2_rows.frame.copy()
+    here = table2_rows.frame.assign(source="live")  # as if they had been run here
+    assert all(v.reproduced and "bit for bit" in v.text for v in judge(here, committed))
+    moved = here.copy()
     chosen = moved.index[moved["arm"] == "saggs"][:2]
     # Two errors that cancel in the mean: the seeds still differ.
     moved.loc[chosen[0], "test_nll_per_token"] += 0.02
@@ -136,9 +138,36 @@ def test_verdicts_compare_seed_by_seed(table2_rows) -> None:  # type: ignore[no-
     against = {(v.model, v.arm): v for v in judge(moved, committed)}
     assert against["mini_gpt2", "saggs"].reproduced is False
     assert against["mini_gpt2", "control"].reproduced is True
-    slightly = table2_rows.frame.assign(test_nll_per_token=table2_rows.frame["test_nll_per_token"] + 0.009)
+    slightly = here.assign(test_nll_per_token=here["test_nll_per_token"] + 0.009)
     assert all(v.reproduced for v in judge(slightly, committed))
-    assert {v.text for v in judge(table2_rows.frame, collect())} == {"no committed cell"}
+    assert {v.text for v in judge(here, collect())} == {"no committed cell"}
+
+
+def test_committed_runs_are_no_evidence_for_themselves(table2_rows) -> None:  # type: ignore[no-untyped-def]
+    committed = collect(committed=RESULTS / "runs")
+    assert {(v.reproduced, v.text) for v in judge(table2_rows.frame, committed)} == {(None, "committed, not run here")}
+
+
+def test_a_seed_that_was_not_run_keeps_its_cell_from_being_reproduced(table2_rows) -> None:  # type: ignore[no-untyped-def]
+    committed = collect(committed=RESULTS / "runs")
+    here = table2_rows.frame.assign(source="live")
+    without = here.drop(index=here.index[(here["arm"] == "control") & (here["seed"] == 1)])
+    against = {(v.model, v.arm): v for v in judge(without, committed, seeds=5)}
+    assert against["mini_gpt2", "control"].reproduced is False
+    assert "only 4 of 5" in against["mini_gpt2", "control"].text
+    assert against["mini_gpt2", "saggs"].reproduced is True
+
+
+def test_runs_on_other_data_are_neither_compared_nor_averaged(table2_rows) -> None:  # type: ignore[no-untyped-def]
+    """A path in the configuration does not say what was in the file; the fingerprint does."""
+    committed = collect(committed=RESULTS / "runs")
+    here = table2_rows.frame.assign(source="live")
+    other = here.assign(data=[data | {"fingerprint": "0" * 64} for data in here["data"]])
+    assert {v.text for v in judge(other, committed)} == {"no committed cell"}
+    one_value_per_seed(here)
+    mixed = pd.concat([here.iloc[:1], other.iloc[1:]], ignore_index=True)
+    with pytest.raises(ValueError, match="saw different data"):
+        one_value_per_seed(mixed)
 
 
 def test_the_rate_of_table_2_is_the_control_arms_best_on_the_validation_split() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_gpt2, tiny_llama
+from models import tiny_gpt2, tiny_llama, vectors
 from torch import nn
 
 import saggs
@@ -69,3 +69,66 @@ def test_the_warning_of_coupled_decay_points_at_the_caller() -> None:
     with pytest.warns(UserWarning, match="coupled weight decay") as caught:
         saggs.balance(model, saggs.find_pairs(model), optimizer)
     assert caught[0].filename == __file__
+
+
+class ClampedGLU(nn.Module):
+    """down(silu(gate(x)) * clamp(up(x), -limit, limit)): no pair, but linear as far as small weights can see."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj = nn.Linear(6, 16), nn.Linear(6, 16)
+        self.down_proj = nn.Linear(16, 6)
+        self.limit = limit
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x).clamp(-self.limit, self.limit)
+        result: torch.Tensor = self.down_proj(inner)
+        return result
+
+
+@pytest.mark.parametrize("limit", [7.0, 40.0, 100.0, 200.0])
+def test_a_clamp_that_small_weights_do_not_reach_is_found_all_the_same(limit: float) -> None:
+    with pytest.warns(UserWarning, match="left out: up_down"):
+        assert saggs.find_pairs(ClampedGLU(limit), inputs=vectors) == []
+    assert len(saggs.find_pairs(ClampedGLU(float("inf")), inputs=vectors)) == 1  # the control
+
+
+class Wrapped(nn.Module):
+    """A layer around a layer, as adapters are."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x)
+        return result
+
+
+@pytest.mark.parametrize("how", ["wrapped", "parametrised"])
+def test_a_layer_without_a_plain_weight_is_left_out_by_name_and_the_rest_is_found(how: str) -> None:
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    if how == "wrapped":
+        mlp.up_proj = Wrapped(mlp.up_proj)
+    else:
+        nn.utils.parametrizations.weight_norm(mlp.up_proj)
+    with pytest.warns(UserWarning, match=r"left out: model\.layers\.0\.mlp\.up_proj is a"):
+        found = saggs.find_pairs(model)
+    assert len(found) == len(saggs.find_pairs(tiny_llama())) - 1
+
+
+def test_a_head_with_a_bias_or_soft_capping_is_refused_by_the_suite() -> None:
+    from experiments.checks import ConfigError
+    from experiments.language_model.model import require_plain_head
+
+    model = tiny_llama()
+    require_plain_head(model, model.config.vocab_size)
+    model.lm_head.bias = nn.Parameter(torch.ones(model.config.vocab_size))
+    with pytest.raises(ConfigError, match="logits are not hidden states times output embedding"):
+        require_plain_head(model, model.config.vocab_size)
+    with pytest.raises(ConfigError, match="is no causal language model"):
+        require_plain_head(ClampedGLU(1.0), 8)

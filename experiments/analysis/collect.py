@@ -45,7 +45,7 @@ VALUES = tuple(f"{split}_{name}" for split in ("validation", "test") for name in
 OBJECTS = ("curve", "config", "data", "environment")
 COLUMNS = (
     *IDENTIFYING,
-    *("status", "message", "steps", "commit", "dirty", "last_written"),
+    *("status", "message", "steps", "commit", "dirty", "code_versions", "last_written"),
     *VALUES,
     *OBJECTS,
     *("source", "path"),
@@ -111,13 +111,18 @@ def one_value_per_seed(frame: pd.DataFrame, cell: Sequence[str] = CELL) -> tuple
     for key, members in frame[~unidentified].groupby(list(cell), sort=True):
         label = " ".join(map(str, key))
         _check_same_configuration(members, label)
+        _check_same_data(members, label)
         cells_of_group.setdefault(members["group"].iloc[0], set()).add(label)
         chosen = []
         for seed, repeats in members.groupby("seed", sort=True):
             index, note = _choose(repeats, f"{label} seed {seed}")
             chosen.append(index)
             notes += note
-        notes += _code_notes(members.loc[chosen], label) + _status_notes(members.loc[chosen], label)
+        notes += (
+            _environment_notes(members.loc[chosen], label)
+            + _code_notes(members.loc[chosen], label)
+            + _status_notes(members.loc[chosen], label)
+        )
         kept += chosen
     for labels in cells_of_group.values():
         if len(labels) > 1:
@@ -234,6 +239,7 @@ def _fill_identity(row: Json, record: Json, name: str) -> None:
     row["learning_rate"] = _number(record.get("learning_rate"))
     code = record.get("code") if isinstance(record.get("code"), dict) else {}
     row.update(commit=(code or {}).get("commit"), dirty=(code or {}).get("dirty"))
+    row["code_versions"] = len(record.get("code_history") or [code])
     row["last_written"] = _unix_time(record.get("created"))
     row.update({field: record.get(field) for field in ("config", "data", "environment")})
 
@@ -295,6 +301,28 @@ def _check_same_configuration(members: pd.DataFrame, label: str) -> None:
         )
 
 
+def _check_same_data(members: pd.DataFrame, label: str) -> None:
+    """A path says where the data lay, not what was in it: the fingerprint does."""
+    by_print: dict[str, str] = {}
+    for _, row in members[members["status"] == "done"].iterrows():
+        found = (row["data"] or {}).get("fingerprint") if isinstance(row["data"], dict) else None
+        by_print.setdefault(str(found), row["run_id"])
+    if len(by_print) > 1:
+        detail = ", ".join(f"{found[:12]} in {run_id}" for found, run_id in by_print.items())
+        raise ValueError(f"the runs of {label} saw different data ({detail}); run those of one data set again")
+
+
+def _environment_notes(members: pd.DataFrame, label: str) -> list[str]:
+    notes = []
+    for key in ("device", "torch", "transformers"):
+        values = {
+            str(row["environment"].get(key)) for _, row in members.iterrows() if isinstance(row["environment"], dict)
+        }
+        if len(values) > 1:
+            notes.append(f"{label}: runs with different {key}, {', '.join(sorted(values))}")
+    return notes
+
+
 def _settings(row: Any) -> Json:
     """The flattened configuration less every key named "seed" that holds the run's own seed."""
     settings = {"numerics_version": int(row["numerics_version"]), **_flatten(row["config"])}
@@ -346,6 +374,9 @@ def _code_notes(members: pd.DataFrame, label: str) -> list[str]:
         parts = [f"{commit} (seed {', '.join(seeds)})" for commit, seeds in sorted(by_commit.items())]
         notes.append(f"{label}: runs from different code, {'; '.join(parts)}")
     dirty = [str(row["seed"]) for _, row in members.iterrows() if row["dirty"] is True or row["dirty"] == 1]
+    mixed = [str(row["seed"]) for _, row in members.iterrows() if row["code_versions"] > 1]
+    if mixed:
+        notes.append(f"{label}: more than one version of the code had a part in seed {', '.join(mixed)}")
     if dirty:
         notes.append(f"{label}: uncommitted changes in the code of seed {', '.join(dirty)}")
     return notes

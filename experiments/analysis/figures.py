@@ -120,11 +120,15 @@ def validation_curves(
 
 @_styled
 def paired_differences(
-    frame: pd.DataFrame, contrasts: Sequence[tuple[str, str]], title_by_model: Mapping[str, str] | None = None
+    frame: pd.DataFrame,
+    contrasts: Sequence[tuple[str, str]],
+    title_by_model: Mapping[str, str] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Figure:
     """Test perplexity of the first arm less that of the second: each seed, and the mean with its 95 % t-interval.
 
-    Where no test is made there is no interval, and the row's label says so. Raises ValueError without contrasts.
+    `seeds` are those fixed beforehand, so that one that no arm ran counts as missing. Where no test is made there is no
+    interval, and the row's label says so. Raises ValueError without contrasts.
     """
     if not contrasts:
         raise ValueError("no contrasts; give pairs of arms such as ('saggs', 'control')")
@@ -136,7 +140,10 @@ def paired_differences(
         for height, (first, second) in enumerate(contrasts):
             left, right = (_cell(frame, model, arm) for arm in (first, second))
             comparison = compare(
-                values_by_seed(left), values_by_seed(right), statuses_by_seed(left), statuses_by_seed(right)
+                values_by_seed(left, seeds=seeds),
+                values_by_seed(right, seeds=seeds),
+                statuses_by_seed(left, seeds),
+                statuses_by_seed(right, seeds),
             )
             labels.append(f"{_label(first)} − {_label(second)}\n{_difference_note(comparison)}")
             _draw_difference(axes, height, comparison, colors[first])

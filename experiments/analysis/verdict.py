@@ -25,25 +25,40 @@ class Verdict:
     text: str
 
 
-def judge(frame: pd.DataFrame, committed: pd.DataFrame) -> list[Verdict]:
-    """A verdict for every (model, arm) of `frame`, against the committed runs of the same run ids."""
-    there = committed[committed["status"] == "done"].set_index("run_id")["test_nll_per_token"].to_dict()
+def judge(frame: pd.DataFrame, committed: pd.DataFrame, seeds: int | None = None) -> list[Verdict]:
+    """A verdict for every (model, arm) of `frame` against the committed runs of the same run ids and data.
+
+    Args:
+        frame: as `read_rows` gives it. Rows that were read from the committed store are no evidence and do not count.
+        committed: the committed runs, from `collect`.
+        seeds: how many a cell needs; as many as `frame` has rows of it where None.
+    """
+    there = {}
+    for _, row in committed[committed["status"] == "done"].iterrows():
+        there[row["run_id"], _fingerprint(row)] = row["test_nll_per_token"]
     verdicts = []
     for (model, arm), cell in frame.groupby(["model", "arm"], sort=False):
-        done = cell[cell["status"] == "done"]
-        compared = [
-            (row["test_nll_per_token"], there[row["run_id"]]) for _, row in done.iterrows() if row["run_id"] in there
-        ]
-        verdicts.append(_of_cell(str(model), str(arm), len(cell), len(done), compared))
+        here = cell[(cell["status"] == "done") & (cell["source"] == "live")]
+        keyed = [(row["test_nll_per_token"], (row["run_id"], _fingerprint(row))) for _, row in here.iterrows()]
+        compared = [(value, there[key]) for value, key in keyed if key in there]
+        wanted = len(cell) if seeds is None else seeds
+        reused = int((cell["source"] == "committed").sum())
+        verdicts.append(_of_cell(str(model), str(arm), wanted, len(here), reused, compared))
     return verdicts
 
 
-def _of_cell(model: str, arm: str, seeds: int, done: int, compared: list[tuple[float, float]]) -> Verdict:
+def _fingerprint(row: pd.Series) -> str | None:
+    return row["data"].get("fingerprint") if isinstance(row["data"], dict) else None
+
+
+def _of_cell(model: str, arm: str, seeds: int, here: int, reused: int, compared: list[tuple[float, float]]) -> Verdict:
+    if here == 0 and reused:
+        return Verdict(model, arm, None, None, "committed, not run here")
     if not compared:
         return Verdict(model, arm, None, None, "no committed cell")
-    gap = max(abs(here - there) for here, there in compared)
-    if done < seeds:
-        return Verdict(model, arm, False, gap, f"not reproduced: only {done} of {seeds} runs finished")
+    gap = max(abs(live - there) for live, there in compared)
+    if here + reused < seeds:
+        return Verdict(model, arm, False, gap, f"not reproduced: only {here + reused} of {seeds} runs finished")
     if gap > TOLERANCE or not math.isfinite(gap):
         return Verdict(model, arm, False, gap, f"not reproduced: a seed differs by {gap:.3f} in log-perplexity")
     same = f"{len(compared)} of {seeds} seeds compared" if len(compared) < seeds else f"{seeds} seeds"

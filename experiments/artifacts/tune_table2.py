@@ -60,6 +60,7 @@ def build_table(rows: Rows) -> tuple[Table, Table]:
     ]
     notes = [f"Seeds {', '.join(map(str, rows.seeds))}, which no table uses. Table 2 takes the control arm's best rate "
              "for every arm."]  # fmt: skip
+    notes += one_value_per_seed(rows.frame, _CELL)[1]
     caption = f"Learning rates of table 2 ({rows.scale} scale)"
     return Table(columns, printed, caption, notes), Table([Column(name, name) for name in csv[0]], csv)
 

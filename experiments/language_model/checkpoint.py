@@ -118,10 +118,16 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameters[name].shape:
                 raise ValueError(f"{key} of {name!r} has shape {tuple(value.shape)}, not the parameter's")
-        device = parameters[name].device
+        # A step counter lives on the host, unless the kernel reads it on the device.
+        device, on_device = parameters[name].device, _reads_steps_on_device(optimizer)
         optimizer.state[parameters[name]] = {
-            k: v.to(device if v.dim() else v.device).clone() if isinstance(v, Tensor) else v for k, v in entry.items()
+            k: v.to(device if v.dim() or on_device else "cpu").clone() if isinstance(v, Tensor) else v
+            for k, v in entry.items()
         }
+
+
+def _reads_steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
@@ -215,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise CheckpointDamaged(f"checkpoint {path} is damaged: {name} is not what was written")
     return {
         "weights": load_safetensors(contents["weights.safetensors"]),
-        "optimizer": torch.load(io.BytesIO(contents["optimizer.pt"]), weights_only=True),
+        "optimizer": torch.load(io.BytesIO(contents["optimizer.pt"]), weights_only=True, map_location="cpu"),
         "state": json.loads(contents["state.json"]),
         "path": path,
     }

@@ -127,6 +127,31 @@ def head_weight(model: nn.Module) -> Tensor:
     return weight
 
 
+def require_plain_head(model: nn.Module, vocabulary: int) -> None:
+    """Raise a ConfigError unless the model's logits are its last hidden states times its output embedding.
+
+    Loss and perplexity are computed from those two in chunks; a head's bias, soft-capping or scaling would be lost.
+    """
+    ids = torch.arange(8).remainder(vocabulary).unsqueeze(0)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            own = model.eval()(input_ids=ids).logits
+            ours = hidden_states(model)(ids) @ head_weight(model).T
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} is no causal language model as transformers has them: {error}"
+        ) from None
+    finally:
+        model.train(was_training)
+    gap = float((own - ours).abs().max() / own.abs().max())
+    if not gap < 1e-4:
+        raise ConfigError(
+            f"{type(model).__name__}'s logits are not hidden states times output embedding (they differ by {gap:.1e}): "
+            "a head with a bias, soft-capping or scaling cannot be trained here"
+        )
+
+
 def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
     """Summed cross-entropy in nats over all targets that are not -100, in chunks: logits never exist whole.
 

@@ -19,7 +19,7 @@ from experiments.identity import derived_seed
 from experiments.language_model.batches import Batches
 from experiments.language_model.data import load_data
 from experiments.language_model.evaluation import evaluate
-from experiments.language_model.model import build_model, check_model
+from experiments.language_model.model import build_model, check_model, require_plain_head
 from experiments.language_model.optimizers import build_optimizer
 from experiments.language_model.tokens import TokenData
 from experiments.language_model.training import RebalancingRule, Trainer
@@ -73,6 +73,7 @@ def prepare(config: Config) -> Prepared:
     check_model(config)
     data = load_data(config)
     model = build_model(config, data.end_of_text_id)
+    require_plain_head(model, data.vocabulary_size)
     pairs = find_pairs(model)
     optimizer_model = model.to(device)
     optimizer = build_optimizer(optimizer_model, config.optimizer)
@@ -139,7 +140,7 @@ def _facts(config: Config, data: TokenData, device: str) -> dict[str, Any]:
     from experiments.code_version import code_version
 
     return {
-        "seeds": {name: derived_seed(config.seed, name) for name in ("init", "data", "dropout")},
+        "seeds": {name: derived_seed(config.seed, name) for name in ("init", "data", "dropout:1")},
         "data": {
             "name": data.name,
             "variant": data.variant,

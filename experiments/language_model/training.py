@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class RebalancingRule(Protocol):
-    """What the loop asks of a balancing rule: `saggs.Rebalancer` and plugins' own."""
+    """What the loop asks of a balancing rule: `saggs.Rebalancer` and plugins' own.
+
+    `step` is called before every forward pass; the state has to be plain values that JSON can hold.
+    """
 
     def step(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -60,7 +63,7 @@ class Trainer:
 
         Raises:
             Interrupted: after SIGTERM or SIGINT; the state is saved.
-            Diverged: the loss became NaN or infinite; no checkpoint is written after that.
+            Diverged: the loss or the gradient norm became NaN or infinite; no checkpoint is written after that.
         """
         training, every = self.config.training, self.config
         checkpoints = run.directory / "checkpoints"
@@ -85,10 +88,11 @@ class Trainer:
                 rate = rate_at(step)
                 loss, norm = self._update(step_loss, inputs, targets, rate)
                 pending.append(torch.stack([loss, norm.to(loss)]))
-                last, due = step == training.steps, lambda n: step % n == 0  # noqa: B023 - used in this pass only
+                last = step == training.steps
                 asked = stop.asked  # once a step: a signal that comes later is seen in the next one
-                log, save = due(every.logging.every) or last, due(every.checkpoint.every) or last or bool(asked)
-                assess = due(every.evaluation.every) or last
+                log = last or step % every.logging.every == 0
+                assess = last or step % every.evaluation.every == 0
+                save = last or step % every.checkpoint.every == 0 or asked is not None
                 if log or save or assess or self.device == "cpu":
                     _require_finite(pending, step)
                     pending.clear()
