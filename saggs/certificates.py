@@ -119,7 +119,7 @@ class Certifier:
             change = self._change(pair.slices, factor)
             if not change <= tolerance:
                 raise CertificationError(
-                    f"{pair} is not exact: {where}, factor {factor:g} changes the outputs by {change:.1e} (relative; "
+                    f"{pair} is not exact: factor {factor:g} changes the outputs by {change:.1e} {where} (relative; "
                     f"{tolerance:g} allowed). Leave it out, or list all its consumers"
                 )
             residual = max(residual, change)

@@ -140,7 +140,7 @@ def _facts(config: Config, data: TokenData, device: str) -> dict[str, Any]:
     from experiments.code_version import code_version
 
     return {
-        "seeds": {name: derived_seed(config.seed, name) for name in ("init", "data", "dropout:1")},
+        "seeds": {name: derived_seed(config.seed, name) for name in ("init", "data", "dropout")},
         "data": {
             "name": data.name,
             "variant": data.variant,

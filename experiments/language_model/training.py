@@ -279,7 +279,7 @@ def warn_if_updates_vanish(model: nn.Module, before: list[Tensor], rate: float) 
 def seed_dropout(config: Config, step: int) -> None:
     """Dropout masks are a function of (seed, step): nothing to save, nothing evaluation could disturb."""
     if getattr(config.model, "dropout", 0.0):
-        torch.manual_seed(derived_seed(config.seed, f"dropout:{step}"))
+        torch.manual_seed(derived_seed(derived_seed(config.seed, "dropout"), str(step)))
 
 
 def _require_finite(pending: list[Tensor], step: int) -> None:
