@@ -26,7 +26,7 @@ help: ## this list
 setup: $(READY) ## the environment, in .venv, from requirements.lock (TORCH=cpu|cuda)
 
 $(READY): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "Python 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11"'
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] == (3, 11) else "Python 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")'
 	@test "$(TORCH)" = cpu -o "$(TORCH)" = cuda || { echo "TORCH=$(TORCH): choose cpu or cuda"; exit 2; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing the environment into $(VENV): about a minute"
@@ -42,7 +42,7 @@ reproduce-table2: setup ## table 2 from nothing: data, sweep, table, figure, ver
 	@$(PY) scripts/reproduce.py table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
 tune-table2: setup ## the learning-rate sweep behind table 2
-	@$(PY) scripts/reproduce.py tune_table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(OVERRIDES)
+	@$(PY) scripts/reproduce.py tune_table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
 table2: setup ## results/tables/table2.* and its figures from committed summaries, no training
 	@$(PY) scripts/aggregate.py table2 --strict

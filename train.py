@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import sys
 
-import hydra
-from omegaconf import DictConfig
+try:
+    import hydra
+    from omegaconf import DictConfig
+except ImportError as error:
+    sys.exit(f"{error.name} is not installed here: run `make setup`, then `source .venv/bin/activate`")
 
 from experiments import command_line, config
 

@@ -27,6 +27,17 @@ from experiments.config import (
 )
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; empty dictionaries stay as values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 class ConfigError(ValueError):
     """A configuration that cannot mean what it says: the message names the key, its value and the remedy."""
 
@@ -73,13 +84,16 @@ def _one_of(key: str, value: str, options: tuple[str, ...]) -> None:
 
 def check(config: Config) -> None:
     """Raise a ConfigError for the first setting that is out of range or contradicts another one."""
+    for key, value in flatten(dataclasses.asdict(config)).items():
+        _require(not isinstance(value, float) or math.isfinite(value), key, value, "must be a finite number")
     _check_model(config.model)
     _check_data(config.data)
     _check_optimizer(config.optimizer)
     _check_imbalance(config)
     _check_rebalance(config.rebalance)
     _check_training(config)
-    _require(config.seed >= 0, "seed", config.seed, "must be 0 or more")
+    _require(0 <= config.seed < 2**63, "seed", config.seed, "must be 0 or more, and below 2**63")
+    _require(bool(config.paths.outputs), "paths.outputs", repr(config.paths.outputs), "name a folder")
     _one_of("wandb.mode", config.wandb.mode, ("disabled", "offline", "online", "auto"))
 
 
@@ -159,6 +173,7 @@ def _check_training(config: Config) -> None:
     _positive("evaluation", config.evaluation, "every", "curve_tokens", "batch_sequences")
     _positive("checkpoint", config.checkpoint, "every", "keep")
     _positive("logging", config.logging, "every")
+    _require(t.threads <= 1024, "training.threads", t.threads, "no machine has so many cores")
     context = config.model.context
     _require(t.total_batch_tokens % context == 0, "training.total_batch_tokens", t.total_batch_tokens,
              f"must be a multiple of model.context={context}")  # fmt: skip

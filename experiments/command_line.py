@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,6 +38,10 @@ FAILED, REFUSED, DIVERGED = 1, 2, 3
 code_version()  # now, before the rest is imported
 
 
+class RunFailed(Exception):
+    """A run that was opened raised; its status and traceback are in its directory."""
+
+
 def run(settings: DictConfig) -> str:
     """Carry out one composed configuration, unless there is nothing left to do.
 
@@ -47,6 +53,8 @@ def run(settings: DictConfig) -> str:
         Diverged, Interrupted: after the run's status says so.
     """
     config = validated(settings)
+    if HydraConfig.initialized() and (hydra := HydraConfig.get()).mode == RunMode.RUN and hydra.sweeper.get("params"):
+        raise ConfigError(f"experiment={hydra.runtime.choices['experiment']} is a sweep; run it with -m")
     if config.task not in TASKS:
         raise ConfigError(f"task={config.task}: choose one of {', '.join(TASKS)}")
     identity = Identity.of(config)
@@ -66,8 +74,13 @@ def run(settings: DictConfig) -> str:
         return _say("alive", str(error))
     except RunEnded as error:
         return _say("skipped", str(error))
-    with opened.recording():
-        opened.succeed(prepared.execute(opened))
+    try:
+        with opened.recording():
+            opened.succeed(prepared.execute(opened))
+    except Diverged:
+        raise
+    except Exception as error:
+        raise RunFailed(f"{identity.run_id} failed: {directory / 'traceback.txt'}") from error
     return _say("done", f"{identity.run_id} is done: {directory}")
 
 
@@ -81,35 +94,41 @@ def main(hydra_main: Callable[[], Any], arguments: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
     os.environ.setdefault("TQDM_MININTERVAL", "0.5")
     sweep = any(a in ("-m", "--multirun") for a in arguments)
+    code = guarded(hydra_main)
+    if not sweep or code in (130, 143):
+        return code
+    accounts: list[int] = []
+    refused = guarded(lambda: accounts.append(_account(arguments)))
+    return accounts[0] if accounts else refused
+
+
+def guarded(action: Callable[[], Any]) -> int:
+    """Carry out `action`; a user's error is one line on stderr, only a fault of a run or of ours has a traceback."""
     try:
-        hydra_main()
-        code = 0
+        action()
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"interrupted: {error}", file=sys.stderr)
-        return 130 if "SIGTERM" not in str(error) else 143
+        return 143 if "SIGTERM" in str(error) else 130
     except Diverged as error:
         print(f"diverged: {error}", file=sys.stderr)
-        code = DIVERGED
+        return DIVERGED
+    except RunFailed as error:
+        traceback.print_exception(error.__cause__)
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
     except (HydraException, OmegaConfBaseException) as error:
         print(f"refused: {explain(error)}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        print(f"refused: cannot use {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return REFUSED
     except ValueError as error:
-        if not _refused_before_opening(error):
-            traceback.print_exc()
-            code = FAILED
-        else:
-            print(f"refused: {error}", file=sys.stderr)
-            code = REFUSED
+        print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
     except Exception:
         traceback.print_exc()
-        code = FAILED
-    return _account(arguments) if sweep else code
-
-
-def _refused_before_opening(error: ValueError) -> bool:
-    """A ConfigError, or whatever else `prepare` refused, as missing data: all of them happen before `Run.open`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return not any(frame.name == "execute" for frame in frames)
+        return FAILED
+    return 0
 
 
 def _account(arguments: Sequence[str]) -> int:
@@ -135,6 +154,9 @@ def explain(error: BaseException) -> str:
     if unknown := re.search(r"Key '(\w+)' (?:is )?not in", text):
         full = re.search(r"full_key: (\S+)", text)
         key = full[1] if full else unknown[1]
+        if key in schema.known_keys():
+            group = key.partition(".")[0]
+            return f"{key} belongs to another option of {group} than the one chosen; add {group}=OPTION that has it"
         if ".hf." in key or ".options." in key:
             return f"{key} is a setting of your own: add it with +{key}=VALUE"
         return f"{key} is not a setting{nearest(key, schema.known_keys())}"

@@ -13,6 +13,7 @@ import hashlib
 import json
 from typing import Any
 
+from experiments.checks import flatten
 from experiments.config import Config
 
 # Raised on purpose when a change of the code alters numbers: older runs then have other names and are not reused.
@@ -33,17 +34,6 @@ CANNOT_CHANGE_THE_RESULT = (
 # Keys added to the schema after runs were made, with the value that means what those runs did. An entry at that value
 # is left out of the hash, so that a new setting does not rename every old run.
 ADDED_LATER: dict[str, Any] = {}
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; empty dictionaries stay as values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def relevant(config: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def load_plugins(modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f"plugins: cannot import {module!r} ({error}); is it on PYTHONPATH?") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"plugins: importing {module!r} raised {type(error).__name__}: {error}") from error
 
 
 def require(kind: str, name: str) -> None:
@@ -81,7 +83,10 @@ def require(kind: str, name: str) -> None:
 
 
 def build(kind: str, name: str, options: dict[str, Any], **arguments: Any) -> Any:
-    """Call the builder of `name`. Raises a ConfigError for an unknown name or an option it does not take."""
+    """Call the builder of `name`.
+
+    Raises a ConfigError for an unknown name, an option it does not take, or one it needs and was not given.
+    """
     require(kind, name)
     builder = _BUILDERS[kind][name]
     parameters = inspect.signature(builder).parameters
@@ -90,4 +95,10 @@ def build(kind: str, name: str, options: dict[str, Any], **arguments: Any) -> An
         for option in options:
             if option not in own:
                 raise ConfigError(f"{kind}.options.{option}: {name!r} takes no such option{nearest(option, own)}")
+    try:
+        inspect.signature(builder).bind(**arguments, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind} {name!r}: {error}; its builder is called with {', '.join([*arguments, *options])}"
+        ) from None
     return builder(**arguments, **options)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -38,6 +39,12 @@ Status = Literal["missing", "running", "interrupted", "failed", "diverged", "don
 ENDED: tuple[Status, ...] = ("done", "diverged")
 HEARTBEAT_SECONDS = 2.0
 STALE_AFTER_SECONDS = 120.0
+
+
+_IDENTIFYING = (
+    *("run_id", "identity", "group", "numerics_version", "model", "arm", "scale", "optimizer", "seed"),
+    *("learning_rate", "config"),
+)
 
 
 class RunAlive(Exception):
@@ -74,15 +81,27 @@ def runs_root(config: Config) -> Path:
 
 
 def peek(directory: Path) -> State:
-    """The state of a run's directory. A `running` one whose process is gone is `interrupted`."""
+    """The state of a run's directory. One whose process is gone, or whose files are damaged, is `interrupted`."""
     try:
         data = read_json(directory / "status.json")
+        state = State(**{f.name: data[f.name] for f in dataclasses.fields(State) if f.name in data})
+        alive = state.status == "running" and _is_alive(directory, data)
     except FileNotFoundError:
         return State("missing")
-    state = State(**{f.name: data[f.name] for f in dataclasses.fields(State) if f.name in data})
-    if state.status == "running" and not _is_alive(directory, data):
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return State("interrupted", message="its status.json is damaged")
+    if state.status == "running" and not alive:
         return dataclasses.replace(state, status="interrupted", message="its process ended without a word")
+    if state.status in ENDED and not _has_summary(directory, state.status):
+        return dataclasses.replace(state, status="interrupted", message="its summary.json is missing or damaged")
     return state
+
+
+def _has_summary(directory: Path, status: Status) -> bool:
+    try:
+        return bool(read_json(directory / "summary.json")["status"] == status)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _is_alive(directory: Path, status: dict[str, Any]) -> bool:
@@ -91,8 +110,9 @@ def _is_alive(directory: Path, status: dict[str, Any]) -> bool:
     try:
         with open(directory / "lock", "rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+    except FileNotFoundError:  # somebody removed the lock: believe the process and its heartbeat
+        fresh = time.time() - float(status["heartbeat"]) < STALE_AFTER_SECONDS
+        return fresh and Path(f"/proc/{status['pid']}").exists()
     except BlockingIOError:
         return True
     return False
@@ -147,8 +167,8 @@ class Run:
             lock.close()
             raise RunAlive(f"{identity.run_id} is running in another process; it is left alone")
         try:
-            if peek_elsewhere(directory):
-                raise RunAlive(f"{identity.run_id} has a fresh heartbeat from another host; it is left alone")
+            if _beats_without_lock(directory):
+                raise RunAlive(f"{identity.run_id} has a fresh heartbeat of another process; it is left alone")
             if (ended := peek(directory).status) in ENDED:
                 raise RunEnded(f"{identity.run_id} is {ended} already")
             manifest = cls._manifest(directory, identity, config, facts)
@@ -164,6 +184,8 @@ class Run:
         path = directory / "manifest.json"
         if path.exists():
             manifest = read_json(path)
+            if not isinstance(manifest, dict) or not manifest.keys() >= {*_IDENTIFYING, *facts}:
+                raise ValueError(f"{path} is damaged; move {directory} away to start anew")
             if manifest["identity"] != identity.full:
                 raise ValueError(
                     f"{directory} belongs to identity {manifest['identity']}, not {identity.full}; move it away"
@@ -215,24 +237,25 @@ class Run:
         stream.write((json.dumps(row, allow_nan=False) + "\n").encode())
         return stream
 
-    def metrics_offset(self) -> int:
-        """Bytes of metrics so far, synced to disk: a checkpoint stores this to resume from."""
-        path = self.directory / "metrics.jsonl"
+    def metrics_mark(self) -> dict[str, Any]:
+        """Bytes of metrics so far, synced to disk, and their hash: a checkpoint stores this to resume from."""
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
-        return path.stat().st_size if path.exists() else 0
+        written = self._metrics_bytes()
+        return {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+
+    def has_metrics(self, mark: dict[str, Any]) -> bool:
+        """Whether the rows that a checkpoint counted are still there, unchanged."""
+        return hashlib.sha256(self._metrics_bytes()[: mark["bytes"]]).hexdigest() == mark["sha256"]
+
+    def _metrics_bytes(self) -> bytes:
+        path = self.directory / "metrics.jsonl"
+        return path.read_bytes() if path.exists() else b""
 
     def rewind_metrics(self, offset: int) -> None:
-        """Drop the rows written after `offset`: the resumed run writes them again, each step once.
-
-        Raises:
-            ValueError: fewer bytes are there than the checkpoint counted.
-        """
+        """Drop the rows written after `offset`: the resumed run writes them again, each step once."""
         path = self.directory / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        if size < offset:
-            raise ValueError(f"{path} has {size} bytes but its checkpoint counted {offset}: rows were lost")
-        if size > offset:
+        if path.exists() and path.stat().st_size > offset:
             write_atomically(path, path.read_bytes()[:offset])
         if self._metrics is not None:
             self._metrics.close()
@@ -240,15 +263,20 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics so far."""
-        path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in self._metrics_bytes().splitlines()]
 
     def beat(self, step: int) -> None:
         """Say that the run is alive and how far it is; writes at most every two seconds."""
         self._step = step
         if time.monotonic() - self._last_beat >= HEARTBEAT_SECONDS:
             self._last_beat = time.monotonic()
+            self._require_own_lock()
             self._write_status("running", None)
+
+    def _require_own_lock(self) -> None:
+        path = self.directory / "lock"
+        if not path.exists() or path.stat().st_ino != os.fstat(self._lock.fileno()).st_ino:
+            raise RuntimeError(f"{path} was removed while the run was alive; it stops so that no other one interferes")
 
     # --- how it ends -----------------------------------------------------------------------------------------------
 
@@ -278,10 +306,7 @@ class Run:
         self._finish("done", None, result)
 
     def _finish(self, status: Status, message: str | None, result: dict[str, Any] | None) -> None:
-        keep = (
-            "run_id", "identity", "group", "numerics_version", "model", "arm", "scale", "optimizer", "seed",
-            "learning_rate", "config", "code", "environment", "data",
-        )  # fmt: skip
+        keep = (*_IDENTIFYING, "code", "environment", "data")
         summary = {key: self.manifest[key] for key in keep}
         if len(history := self.manifest.get("code_history", [])) > 1:
             summary["code_history"] = history
@@ -316,14 +341,24 @@ class Run:
         )
 
 
-def peek_elsewhere(directory: Path) -> bool:
-    """True where the status tells of a process on another host with a fresh heartbeat."""
+def _beats_without_lock(directory: Path) -> bool:
+    """True where the status tells of another process with a fresh heartbeat, whose lock does not reach here."""
     try:
         data = read_json(directory / "status.json")
-    except FileNotFoundError:
+        fresh = data["status"] == "running" and time.time() - float(data["heartbeat"]) < STALE_AFTER_SECONDS
+        if data["host"] != socket.gethostname():
+            return bool(fresh)
+        # On this host the lock is the truth, unless it was removed under a living process and made anew.
+        return bool(fresh and data["pid"] != os.getpid() and _holds(data["pid"], directory / "lock"))
+    except (OSError, ValueError, TypeError, KeyError):
         return False
-    return (
-        data["status"] == "running"
-        and data["host"] != socket.gethostname()
-        and time.time() - float(data["heartbeat"]) < STALE_AFTER_SECONDS
-    )
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Whether a process has a removed file of this name open."""
+    handles = Path(f"/proc/{pid}/fd")
+    if not handles.exists():
+        return False
+    with contextlib.suppress(OSError):
+        return any(os.readlink(handle) == f"{lock.resolve()} (deleted)" for handle in handles.iterdir())
+    return False

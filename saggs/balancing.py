@@ -15,6 +15,7 @@ Source: the SAGGS paper (Kim, 2026) for hard and damped balancing; exponents oth
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,10 @@ def balance(
         ValueError: no pairs, a damping outside (0, 1], or an optimizer whose state cannot be carried.
     """
     rebalancer = Rebalancer(model, optimizer, pairs, every=1, damping=damping, transport=optimizer is not None)
-    return rebalancer.rebalance()
+    factors = rebalancer.rebalance()
+    if left := int(rebalancer.unbalanced):
+        warnings.warn(f"{left} of {len(factors)} pairs were left alone: a norm is zero or not finite", stacklevel=2)
+    return factors
 
 
 def pair_norms(pairs: Sequence[ScalePair], parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, Tensor]:
@@ -207,7 +211,10 @@ class Rebalancer:
                     f"the saved Rebalancer has {name}={state.get(name)!r}, this one {value!r}; "
                     "build it with the same settings, or start a new one"
                 )
-        self.steps = int(state["steps"])
+        steps = state.get("steps")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"the saved Rebalancer has steps={steps!r}, which counts no steps")
+        self.steps = steps
 
     def _settings(self) -> dict[str, Any]:
         names = [f"{pair.kind}:{pair.path}" for pair in self.pairs]

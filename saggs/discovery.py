@@ -22,7 +22,16 @@ from torch import nn
 
 from saggs.certificates import CertificationError, Certifier
 from saggs.inputs import Inputs, Output
-from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, canonical_names, unwrap, unwrapped_name
+from saggs.pairs import (
+    KINDS,
+    Kind,
+    ParameterSlice,
+    ScalePair,
+    canonical_names,
+    named_parameters,
+    unwrap,
+    unwrapped_name,
+)
 
 
 def find_pairs(
@@ -76,15 +85,18 @@ def declared_pairs(model: nn.Module) -> list[ScalePair]:
     found = [
         pair for path, module in unwrap(model).named_modules() for pair in _of_module(unwrapped_name(path), module)
     ]
-    canonical = canonical_names(model)
-    return [_renamed(pair, canonical) for pair in found]
+    canonical, parameters = canonical_names(model), named_parameters(model)
+    return [_settled(pair, canonical, parameters) for pair in found]
 
 
-def _renamed(pair: ScalePair, canonical: Mapping[str, str]) -> ScalePair:
-    """A tied weight stands under the first of its names, wherever in the model a pair met it."""
-    left, right = (
-        tuple(dataclasses.replace(part, name=canonical[part.name]) for part in side) for side in (pair.left, pair.right)
-    )
+def _settled(pair: ScalePair, canonical: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> ScalePair:
+    """With shapes; and a tied weight stands under the first of its names, wherever in the model a pair met it."""
+
+    def settle(part: ParameterSlice) -> ParameterSlice:
+        name = canonical[part.name]
+        return dataclasses.replace(part, name=name, shape=tuple(parameters[name].shape))
+
+    left, right = (tuple(map(settle, side)) for side in (pair.left, pair.right))
     return dataclasses.replace(pair, left=left, right=right)
 
 

@@ -35,6 +35,8 @@ def inject_imbalance(
         raise ValueError("no pairs to unbalance: the model has no exact pair of the chosen kinds")
     if isinstance(factor, Tensor):
         factor = factor.tolist()
+    if isinstance(factor, str | bytes):
+        raise ValueError(f"factor {factor!r} is text; give a number, or one a pair")
     factors = [float(f) for f in factor] if isinstance(factor, Sequence) else [float(factor)] * len(pairs)
     if len(factors) != len(pairs):
         raise ValueError(f"{len(factors)} factors for {len(pairs)} pairs; give one, or one a pair")

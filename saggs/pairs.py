@@ -38,6 +38,7 @@ class ParameterSlice:
         bias: rides along with its weight but counts in no norm. (A key bias has no effect on attention, so its
             gradient is round-off; norms with it in them drift apart between runs that should agree.)
         offset: 1 where the model uses 1 + w (Gemma's norm gains), else 0.
+        shape: of the whole parameter; a model whose parameter has another one is not the model of this pair.
     """
 
     name: str
@@ -45,8 +46,11 @@ class ParameterSlice:
     exponent: int
     bias: bool = False
     offset: int = 0
+    shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.exponent, bool) or not isinstance(self.exponent, int):
+            raise ValueError(f"{self.name}: exponent {self.exponent!r} is no whole number")
         if self.exponent == 0:
             raise ValueError(f"{self.name}: exponent 0 would leave the slice alone; leave it out of the pair")
         if self.offset not in (0, 1):
@@ -54,6 +58,11 @@ class ParameterSlice:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The slice of `tensor` (the parameter, or a tensor of its shape): a view, so that writes go through."""
+        if self.shape is not None and tuple(tensor.shape) != self.shape:
+            raise ValueError(
+                f"{self.name} has shape {tuple(tensor.shape)}, the pair was found on one of {self.shape}; "
+                "find the pairs of this model anew"
+            )
         if tensor.dim() != len(self.ranges):
             raise ValueError(
                 f"{self.name}: a tensor of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions, "
@@ -127,6 +136,10 @@ class ScalePair:
     certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.signs not in ("any", "positive"):
+            raise ValueError(
+                f"kind={self.kind!r}, signs={self.signs!r}: kinds are {', '.join(KINDS)}; signs any, positive"
+            )
         for side, slices, sign in (("left", self.left, 1), ("right", self.right, -1)):
             if not any(not s.bias for s in slices):
                 raise ValueError(f"{self}: the {side} side holds no weight")
@@ -141,6 +154,8 @@ class ScalePair:
 
     def check_factor(self, factor: float) -> None:
         """Raise a ValueError where `factor` is zero, not finite, or negative though only positive ones are exact."""
+        if isinstance(factor, str | bool):
+            raise ValueError(f"{self}: factor {factor!r} is no number")
         if not abs(factor) > 0 or abs(factor) == float("inf"):
             raise ValueError(f"{self}: factor {factor} must be finite and not zero")
         if factor < 0 and self.signs == "positive":
@@ -155,13 +170,21 @@ class ScalePair:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ScalePair:
-        """The pair that `to_json` wrote, also after a round trip through JSON text."""
+        """The pair that `to_json` wrote, also through JSON text. Raises a ValueError where a key is missing."""
+        try:
+            return cls._from_json(data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no pair: {error} is missing or wrong in {str(data)[:200]}") from None
 
+    @classmethod
+    def _from_json(cls, data: Mapping[str, Any]) -> ScalePair:
         def slices(items: Iterable[Mapping[str, Any]]) -> tuple[ParameterSlice, ...]:
-            return tuple(
-                ParameterSlice(**{**s, "ranges": tuple(None if r is None else (r[0], r[1]) for r in s["ranges"])})
-                for s in items
-            )
+            return tuple(ParameterSlice(**{**item, **tuples(item)}) for item in items)
+
+        def tuples(item: Mapping[str, Any]) -> dict[str, Any]:
+            shape = item.get("shape")
+            ranges = tuple(None if r is None else (r[0], r[1]) for r in item["ranges"])
+            return {"ranges": ranges, "shape": None if shape is None else tuple(shape)}
 
         certificate = data.get("certificate")
         if certificate is not None:

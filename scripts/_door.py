@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -12,19 +16,18 @@ sys.path.insert(0, str(ROOT))
 
 def enter(main: Callable[[], int]) -> None:
     """Run `main`; a user's error is one line on stderr and exit code 2."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-    except (HydraException, OmegaConfBaseException) as error:
-        from experiments.command_line import explain
+        from experiments.command_line import guarded
+    except ImportError as error:
+        sys.exit(f"{error.name} is not installed here: run `make setup`, then `source .venv/bin/activate`")
+    codes: list[int] = []
+    refused = guarded(lambda: codes.append(main()))
+    sys.exit(codes[0] if codes else refused)
 
-        print(f"refused: {explain(error)}", file=sys.stderr)
-        code = 2
-    except ValueError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+
+def wide_console() -> Console:
+    """A console that does not fold tables where the output is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=180)

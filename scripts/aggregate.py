@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _door import ROOT, enter
+from _door import ROOT, enter, wide_console
 
 
 def main() -> int:
@@ -20,6 +20,8 @@ def main() -> int:
     parser.add_argument("--tables", type=Path, default=ROOT / "results" / "tables")
     parser.add_argument("--strict", action="store_true", help="write nothing unless every run is there")
     chosen = parser.parse_intermixed_args()
+    if not chosen.runs.is_dir():
+        raise ValueError(f"--runs {chosen.runs}: there is no such folder")
 
     from experiments.analysis.tables import write_table
     from experiments.artifacts import get
@@ -35,7 +37,7 @@ def main() -> int:
         if rows.missing and chosen.strict:
             continue
         printed, csv = artifact.build_table(rows)
-        printed.print_terminal()
+        printed.print_terminal(wide_console())
         for path in write_table(chosen.tables, artifact.stem(chosen.scale), printed, csv):
             print(f"written: {path}")
     return 0 if complete else 1

@@ -19,6 +19,8 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "results" / "runs")
     parser.add_argument("--figures", type=Path, default=ROOT / "results" / "figures")
     chosen = parser.parse_intermixed_args()
+    if not chosen.runs.is_dir():
+        raise ValueError(f"--runs {chosen.runs}: there is no such folder")
 
     from experiments.analysis import figures
     from experiments.artifacts import get

@@ -19,14 +19,16 @@ def main() -> int:
     chosen = parser.parse_intermixed_args()
 
     from experiments.artifacts import get
-    from experiments.files import write_atomically
+    from experiments.files import read_json, write_json
     from experiments.run import ENDED, peek
 
     runs = get(chosen.artifact).sweep(chosen.scale, chosen.overrides)
     ended = [run for run in runs if peek(run.directory).status in ENDED]
     for run in ended:
-        source = run.directory / "summary.json"
-        write_atomically(ROOT / "results" / "runs" / f"{run.run_id}.json", source.read_bytes())
+        summary = read_json(run.directory / "summary.json")
+        if summary["identity"] != run.identity.full:
+            raise ValueError(f"{run.directory / 'summary.json'} is of another run; nothing of it was published")
+        write_json(ROOT / "results" / "runs" / f"{run.run_id}.json", summary)
     print(f"{len(ended)} of {len(runs)} runs published in results/runs")
     return 0 if len(ended) == len(runs) else 1
 

@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from _door import ROOT, enter
-from rich.console import Console
+from _door import ROOT, enter, wide_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from experiments.artifacts.artifact import Rows
     from experiments.sweep import SweepRun
+
+
+LAUNCHERS = ("joblib", "basic")
 
 
 def main() -> int:
@@ -32,10 +36,15 @@ def main() -> int:
     parser.add_argument("--strict", action="store_true", help="fail where a cell is not reproduced")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides for every run, as data.path=FOLDER")
     chosen = parser.parse_intermixed_args()
+    if chosen.jobs < 1:
+        raise ValueError(f"JOBS={chosen.jobs}: at least 1")
+    if chosen.launcher not in LAUNCHERS:
+        raise ValueError(f"LAUNCHER={chosen.launcher}: choose one of {', '.join(LAUNCHERS)}")
 
     from experiments import launch, sweep
     from experiments.artifacts import get
     from experiments.artifacts.artifact import read_rows
+    from experiments.command_line import REFUSED
 
     console, begun = wide_console(), time.monotonic()
     artifact = get(chosen.artifact)
@@ -43,7 +52,7 @@ def main() -> int:
     overrides += [f"seed={chosen.seeds}"] if chosen.seeds else []
     overrides += ["reuse_committed=true"] if chosen.reuse == "committed" else []
     runs = artifact.sweep(chosen.scale, overrides)
-    console.print(f"[bold]{artifact.name}[/] at {chosen.scale} scale: {artifact.claim}")
+    console.print(f"[bold]{artifact.name}[/] at {chosen.scale} scale. The claim it tests: {artifact.claim}")
     jobs = chosen.jobs if chosen.launcher == "joblib" else 1
     todo = launch.print_plan(runs, jobs, console)
     outputs = Path(runs[0].config.paths.outputs)
@@ -51,7 +60,9 @@ def main() -> int:
         prepare_data(todo, console)
         command = [*artifact.command(chosen.scale, overrides), f"hydra/launcher={chosen.launcher}"]
         command += [f"hydra.launcher.n_jobs={jobs}"] if chosen.launcher == "joblib" else []
-        launch.launch(command, todo, outputs / "logs" / f"{artifact.stem(chosen.scale)}.log", console)
+        log = outputs / "logs" / f"{artifact.stem(chosen.scale)}.log"
+        if launch.launch(command, todo, log, console) == REFUSED:
+            raise ValueError(f"the sweep was refused; the last line of {log}: {log.read_text().splitlines()[-1]}")
     committed = ROOT / "results" / "runs"
     rows = read_rows(runs, chosen.scale, outputs / "runs", committed if chosen.reuse == "committed" else None)
     printed, _ = artifact.build_table(rows)
@@ -64,12 +75,6 @@ def main() -> int:
         sweep.print_states(unfinished, console)
     console.print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
     return 1 if unfinished or (chosen.strict and not agree) else 0
-
-
-def wide_console() -> Console:
-    """A console that does not fold tables where the output is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=180)
 
 
 def prepare_data(runs: list[SweepRun], console: Console) -> None:
@@ -87,10 +92,15 @@ def print_verdicts(rows: Rows, console: Console) -> bool:
     from rich.table import Table
 
     from experiments.analysis.collect import collect
-    from experiments.analysis.verdict import judge
+    from experiments.analysis.verdict import Verdict, judge
 
     committed = ROOT / "results" / "runs"
-    verdicts = judge(rows.frame, collect(committed=committed if committed.is_dir() else None), len(rows.seeds))
+    verdicts: list[Verdict] = judge(
+        rows.frame, collect(committed=committed if committed.is_dir() else None), len(rows.seeds)
+    )
+    if {verdict.text for verdict in verdicts} == {"no committed cell"}:
+        console.print("verdict against the committed runs: no committed cell, so nothing to compare with")
+        return True
     table = Table(title="verdict against the committed runs")
     for header in ("model", "arm", "verdict"):
         table.add_column(header)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from _door import enter
+from _door import enter, wide_console
 
 
 def main() -> int:
@@ -19,14 +19,12 @@ def main() -> int:
     parser.add_argument("--unfinished", action="store_true", help="leave out the runs that are done")
     chosen = parser.parse_intermixed_args()
 
-    from rich.console import Console
-
     from experiments import sweep
     from experiments.artifacts import get
 
     artifact, *rest = chosen.what
     runs = sweep.expand(chosen.what) if "=" in artifact else get(artifact).sweep(chosen.scale, rest)
-    sweep.print_states(runs, Console(), chosen.unfinished)
+    sweep.print_states(runs, wide_console(), chosen.unfinished)
     return 0 if all(sweep.state_of(run).status == "done" for run in runs) else 1
 
 

@@ -198,8 +198,9 @@ def later_counter(checkpoint: Path) -> None:
 
 def earlier_metrics(checkpoint: Path) -> None:
     state = read(checkpoint / "state.json")
-    metrics = (checkpoint.parents[1] / "metrics.jsonl").read_bytes()[: state["metrics_bytes"]]
-    state["metrics_bytes"] -= len(metrics.splitlines(keepends=True)[-1])
+    metrics = (checkpoint.parents[1] / "metrics.jsonl").read_bytes()[: state["metrics"]["bytes"]]
+    shorter = metrics[: -len(metrics.splitlines(keepends=True)[-1])]
+    state["metrics"] = {"bytes": len(shorter), "sha256": hashlib.sha256(shorter).hexdigest()}
     rewrite(checkpoint, "state.json", json.dumps(state).encode())
 
 

@@ -40,6 +40,8 @@ CONTRASTS = (
 # against the imbalanced start is our reading of its abstract, which says neither that nor what ± means.
 PAPER = {("gpt_101m", "saggs"): "−0.374 ± 0.026", ("modern_31m", "soft_saggs"): "−0.780 ± 0.040"}
 
+_OF_THE_SWEEP = ("model", "seed", "arm", "experiment", "reuse_committed", "progress", "paths.outputs", "data.path")
+
 TITLES = {
     "mini_gpt2": "GPT-2-like, 1.33M",
     "mini_llama": "Llama-like, 1.32M",
@@ -135,10 +137,10 @@ def _printed_columns(scale: str) -> list[Column]:
         Column("model", "model"),
         Column("arm", "arm"),
         Column("ppl", "perplexity", ".1f" if scale != "paper" else ".3f", lower_is_better=True),
-        Column("delta_control", "less control", ".1f" if scale != "paper" else ".3f"),
+        Column("delta_control", "− control", ".1f" if scale != "paper" else ".3f"),
         Column("interval", "95 % interval"),
-        Column("p", "p (Holm)"),
-        Column("delta_imbalanced", "less imbalanced", ".1f" if scale != "paper" else ".3f"),
+        Column("p", "p of − control (Holm)"),
+        Column("delta_imbalanced", "− imbalanced", ".1f" if scale != "paper" else ".3f"),
         Column("word_ppl", "word perplexity", ".0f" if scale != "paper" else ".2f"),
         Column("bits_per_byte", "bits per byte", ".4f"),
     ]
@@ -170,7 +172,13 @@ def _difference(found: Comparison) -> Cell:
 
 
 def _notes(rows: Rows, cells: _Cells) -> list[str]:
-    notes = [
+    notes = []
+    if rows.scale == "debug":
+        notes.append("Debug scale is a check of the machinery: nothing here is a finding.")
+    changed = sorted({o for run in rows.sweep for o in run.overrides if o.partition("=")[0] not in _OF_THE_SWEEP})
+    if changed:
+        notes.append(f"Made with further settings: {', '.join(changed)}.")
+    notes += [
         "Paired over seeds: the same seed has the same initial function and the same batches. Intervals are "
         "t-intervals of the paired differences; p is a paired t-test on log-perplexity, Holm over the table's primary "
         "contrasts (imbalanced − control, saggs − imbalanced, saggs − control, control_saggs − control, for each "
@@ -180,7 +188,8 @@ def _notes(rows: Rows, cells: _Cells) -> list[str]:
         for arm in ("saggs", "soft_saggs"):
             found = recovered(*(cells.values(model, other) for other in ("control", "imbalanced", arm)))
             each = [share for share in found.per_seed.values() if share is not None]
-            if found.fraction is not None and each:
+            harm = cells.compare(model, "imbalanced", "control").difference.interval
+            if found.fraction is not None and each and harm is not None and harm[0] > 0:
                 untested = "; not tested" if arm == "soft_saggs" else ""
                 notes.append(
                     f"{model}: {arm} recovers {found.fraction:.0%} of the perplexity gap between imbalanced and "
@@ -192,11 +201,14 @@ def _notes(rows: Rows, cells: _Cells) -> list[str]:
         if note := _equivalence_note(cells, model):
             notes.append(note)
         if cells.compare(model, "saggs", "control_saggs").identical:
-            notes.append(f"{model}: saggs and control_saggs are identical to the bit, as they must be: balancing "
-                         "before the first step maps both starts, which differ by powers of two, to one.")  # fmt: skip
+            notes.append(
+                f"{model}: saggs and control_saggs are identical to the bit, as they must be: balancing before the "
+                "first step maps both starts, which differ by powers of two, to one. Two tests of the family are one "
+                "test therefore; Holm's correction is conservative for it."
+            )
     done = cells.frame[cells.frame["status"] == "done"]
     for model in rows.models:
-        of_model = done[done["model"] == model]
+        of_model = done[(done["model"] == model) & done["test_tokens"].notna()]
         if len(of_model):
             first = of_model.iloc[0]
             data = first["data"]
@@ -216,7 +228,7 @@ def _notes(rows: Rows, cells: _Cells) -> list[str]:
 def _equivalence_note(cells: _Cells, model: str) -> str | None:
     """Whether saggs is as good as control is a claim of its own: no significant difference does not prove it."""
     found = cells.equivalence(model, "saggs", "control")
-    if found.equivalent is None or found.p_value is None:
+    if found.equivalent is None or found.p_value is None or found.n < 3:
         return None
     shown = "is shown" if found.equivalent else "is not shown"
     return f"{model}: that saggs is within 1 % of control {shown} (two one-sided tests, p = {found.p_value:.1g})."

@@ -17,6 +17,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -182,7 +183,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 def _all(directory: Path) -> list[Path]:
     """Checkpoints, the newest first."""
-    found = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
+    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
@@ -210,18 +211,29 @@ def load_newest(directory: Path, tidy: bool = False) -> dict[str, Any] | None:
     return None
 
 
+def set_aside(directory: Path) -> None:
+    """Rename every checkpoint so that none is found again."""
+    for path in _all(directory):
+        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         hashes = json.loads((path / _MARKER).read_bytes())
         contents = {name: (path / name).read_bytes() for name in _FILES}
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"checkpoint {path} is incomplete ({error})") from None
+    if not isinstance(hashes, dict):
+        raise CheckpointDamaged(f"checkpoint {path} is damaged: {_MARKER} is not what was written")
     for name, data in contents.items():
         if hashlib.sha256(data).hexdigest() != hashes.get(name):
             raise CheckpointDamaged(f"checkpoint {path} is damaged: {name} is not what was written")
+    state = json.loads(contents["state.json"])
+    if state["step"] != int(path.name[5:]):
+        raise CheckpointDamaged(f"checkpoint {path} holds step {state['step']}: it was renamed")
     return {
         "weights": load_safetensors(contents["weights.safetensors"]),
         "optimizer": torch.load(io.BytesIO(contents["optimizer.pt"]), weights_only=True, map_location="cpu"),
-        "state": json.loads(contents["state.json"]),
+        "state": state,
         "path": path,
     }

@@ -50,7 +50,9 @@ def _from_scratch(config: Config, end_of_text: int) -> nn.Module:
         built = registry.build(
             "model", config.model.architecture, config.model.options, vocabulary=config.data.vocabulary, **shape
         )
-        assert isinstance(built, nn.Module)
+        if not isinstance(built, nn.Module):
+            name = config.model.architecture
+            raise ConfigError(f"model {name!r} returned a {type(built).__name__}, not a torch.nn.Module")
         return built
     from transformers import AutoModelForCausalLM
 

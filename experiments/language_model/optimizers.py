@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from experiments import registry
+from experiments.checks import ConfigError
 from experiments.config import SGD, AdamW, CustomOptimizer, Optimizer, RMSprop
 
 
@@ -34,5 +35,9 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     assert isinstance(config, CustomOptimizer)
     rates = {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
     built = registry.build("optimizer", config.name, config.options, groups=groups, **rates)
-    assert isinstance(built, torch.optim.Optimizer)
+    if not isinstance(built, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer {config.name!r} returned a {type(built).__name__}, not a torch.optim.Optimizer")
+    owned = {id(p) for group in built.param_groups for p in group["params"]}
+    if owned != {id(p) for p in parameters}:
+        raise ConfigError(f"optimizer {config.name!r} does not hold exactly the model's parameters; pass it `groups`")
     return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def _require_transportable(optimizer: torch.optim.Optimizer, group: str) -> None
         require_transportable(optimizer)
     except ValueError as error:
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__} with {group}: {error} ({group}.transport=false)"
+            f"optimizer={type(optimizer).__name__} with {group}: {error}. Here: {group}.transport=false"
         ) from None
 
 
@@ -131,6 +132,13 @@ def build_rebalancer(
     built: RebalancingRule = registry.build(
         "rebalance", rule.name, rule.options, every=rule.every, transport=rule.transport, **common
     )
+    missing = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(built, name, None))]
+    if missing:
+        raise ConfigError(f"rebalance {rule.name!r} returned a {type(built).__name__} without {', '.join(missing)}()")
+    try:
+        json.dumps(built.state_dict())
+    except TypeError as error:
+        raise ConfigError(f"rebalance {rule.name!r}: its state_dict() must hold plain values ({error})") from None
     return built
 
 

@@ -99,6 +99,7 @@ class Trainer:
                 if log:
                     row: dict[str, Any] = {"step": step, "loss": float(loss), "learning_rate": rate}
                     row |= {"gradient_norm": float(norm), "log2_norm_ratios": self._ratios()}
+                    self._warn_of_unbalanced(step)
                     run.log(row)
                     tracker.log(row)
                     seconds = time.perf_counter() - began
@@ -152,6 +153,10 @@ class Trainer:
         named = zip((f"{p.kind}:{p.path}" for p in self.pairs), values, strict=True)
         return {name: value for name, value in named if math.isfinite(value)}
 
+    def _warn_of_unbalanced(self, step: int) -> None:
+        if left := int(getattr(self.rebalancer, "unbalanced", 0)):
+            log.warning("step %d: %d pairs could not be balanced; a norm is zero or not finite", step, left)
+
     def _record_validation(self, run: Run, tracker: Tracker, step: int) -> None:
         settings = self.config.evaluation
         limit = settings.curve_tokens
@@ -173,12 +178,16 @@ class Trainer:
 
     def _save(self, run: Run, checkpoints: Path, step: int) -> None:
         rebalancer = self.rebalancer.state_dict() if self.rebalancer is not None else None
-        state = {"step": step, "rebalancer": rebalancer, "metrics_bytes": run.metrics_offset()}
+        state = {"step": step, "rebalancer": rebalancer, "metrics": run.metrics_mark()}
         checkpoint.save(checkpoints, self.model, self.optimizer, state, self.config.checkpoint.keep)
 
     def _resume(self, run: Run, checkpoints: Path) -> int:
         """Restore the newest intact checkpoint; returns its step, or 0 with the metrics emptied."""
         saved = checkpoint.load_newest(checkpoints, tidy=True)
+        if saved is not None and not run.has_metrics(saved["state"]["metrics"]):
+            log.warning("metrics.jsonl has lost rows that %s counted: starting again from step 0", saved["path"])
+            checkpoint.set_aside(checkpoints)
+            saved = None
         if saved is None:
             run.rewind_metrics(0)
             return 0
@@ -187,7 +196,7 @@ class Trainer:
         checkpoint.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
         if self.rebalancer is not None:
             self.rebalancer.load_state_dict(state["rebalancer"])
-        run.rewind_metrics(state["metrics_bytes"])
+        run.rewind_metrics(state["metrics"]["bytes"])
         run.log_timing({"step": state["step"], "resumed_from": saved["path"].name, "time": time.time(),
                         "code": code_version()})  # fmt: skip
         return int(state["step"])
