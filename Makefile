@@ -30,8 +30,8 @@ $(READY): requirements.lock pyproject.toml
 	@test "$(TORCH)" = cpu -o "$(TORCH)" = cuda || { echo "TORCH=$(TORCH): choose cpu or cuda"; exit 2; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing the environment into $(VENV): about a minute"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements.lock
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --editable .
 	@$(PY) -c 'import torch, sys; want = "$(TORCH)" == "cuda"; have = torch.version.cuda is not None; print("torch", torch.__version__, "(CUDA build)" if have else "(CPU build)"); sys.exit("TORCH=cuda: pip served a CPU build; point pip at an index with CUDA builds (PIP_INDEX_URL) and run make setup again" if want and not have else 0)'
 	@rm -f $(VENV)/.ready-*; touch $@
 

@@ -106,14 +106,17 @@ def _of_module(path: str, module: nn.Module) -> Iterator[ScalePair]:
         width_in, width_out = _weight_shape(part["c_attn"])
         if width_out == 3 * width_in:
             yield from _fused_attention(path, part["c_attn"], width_in)
-    if {"q_proj", "k_proj", "v_proj", "o_proj"} <= part.keys():
-        yield _linear_pair("query_key", path, part, left="q_proj", right="k_proj", right_side="rows")
-        yield _linear_pair("value_output", path, part, left="v_proj", right="o_proj", right_side="columns")
-    if {"gate_proj", "up_proj", "down_proj"} <= part.keys():
-        yield _linear_pair("up_down", path, part, left="up_proj", right="down_proj", right_side="columns")
+    for kind, left, right, right_side in _LINEAR:
+        if {left, right} <= part.keys():
+            yield _linear_pair(kind, path, part, left=left, right=right, right_side=right_side)
 
 
-_NAMES = ("c_attn", "c_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LINEAR: tuple[tuple[Kind, str, str, str], ...] = (
+    ("query_key", "q_proj", "k_proj", "rows"),
+    ("value_output", "v_proj", "o_proj", "columns"),
+    ("up_down", "up_proj", "down_proj", "columns"),
+)
+_NAMES = {"c_attn", "c_proj"}.union(*((left, right) for _, left, right, _ in _LINEAR))
 
 
 def _has_plain_weight(path: str, name: str, module: nn.Module) -> bool:
@@ -139,16 +142,17 @@ def _weight_shape(module: nn.Module) -> tuple[int, int]:
 
 def _fused_attention(path: str, c_attn: nn.Module, width: int) -> Iterator[ScalePair]:
     """GPT-2: columns [0, w) of c_attn are the queries, [w, 2w) the keys, [2w, 3w) the values; rows are inputs."""
+    prefix = f"{path}." if path else ""
 
     def third(index: int, exponent: int) -> tuple[ParameterSlice, ...]:
         columns = (index * width, (index + 1) * width)
-        weight = ParameterSlice(f"{path}.c_attn.weight", (None, columns), exponent)
+        weight = ParameterSlice(f"{prefix}c_attn.weight", (None, columns), exponent)
         if getattr(c_attn, "bias", None) is None:
             return (weight,)
-        return (weight, ParameterSlice(f"{path}.c_attn.bias", (columns,), exponent, bias=True))
+        return (weight, ParameterSlice(f"{prefix}c_attn.bias", (columns,), exponent, bias=True))
 
     yield ScalePair("query_key", path, left=third(0, 1), right=third(1, -1))
-    output = ParameterSlice(f"{path}.c_proj.weight", (None, None), -1)
+    output = ParameterSlice(f"{prefix}c_proj.weight", (None, None), -1)
     yield ScalePair("value_output", path, left=third(2, 1), right=(output,))
 
 
