@@ -57,6 +57,7 @@ def main() -> int:
     todo = launch.print_plan(runs, jobs, console)
     outputs = Path(runs[0].config.paths.outputs)
     if todo:
+        require_device(todo)
         prepare_data(todo, console)
         command = [*artifact.command(chosen.scale, overrides), f"hydra/launcher={chosen.launcher}"]
         command += [f"hydra.launcher.n_jobs={jobs}"] if chosen.launcher == "joblib" else []
@@ -75,6 +76,17 @@ def main() -> int:
         sweep.print_states(unfinished, console)
     console.print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
     return 1 if unfinished or (chosen.strict and not agree) else 0
+
+
+def require_device(runs: list[SweepRun]) -> None:
+    """Refuse a sweep that this machine has no device for, before every run of it does."""
+    import torch
+
+    if any(run.config.training.device == "cuda" for run in runs) and not torch.cuda.is_available():
+        raise ValueError(
+            "training.device=cuda: no CUDA device is available here; run this scale where one is, or insist on weeks "
+            "of CPU time with OVERRIDES='training.device=cpu'"
+        )
 
 
 def prepare_data(runs: list[SweepRun], console: Console) -> None:

@@ -48,6 +48,19 @@ def test_one_command_gives_the_table_and_the_second_one_trains_nothing(outputs: 
     assert "20 done, 10 missing" in status.stdout
 
 
+def test_a_scale_that_this_machine_has_no_device_for_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        return
+    command = ("scripts/reproduce.py", "table2", "--scale", "paper", f"paths.outputs={tmp_path}")
+    done = script(*command)
+    assert done.returncode == 2
+    assert "no CUDA device is available here" in done.stderr
+    insisted = script(*command, "training.device=cpu", "data.path=/nowhere")
+    assert insisted.returncode == 2
+    assert "/nowhere" in insisted.stderr  # the device is no objection any more; the data is
+    assert not (tmp_path / "runs").exists()
+
+
 WIKITEXT = {
     "train": [" = Valkyria = \n", " \n", " The game 's story @-@ line was <unk> to 1 @,@ 000 players . \n"] * 60,
     "validation": [" = Other = \n", " \n", " A second text of a few words , all of them known . \n"] * 8,
