@@ -61,6 +61,6 @@ def _of_cell(model: str, arm: str, seeds: int, here: int, reused: int, compared:
         return Verdict(model, arm, False, gap, f"not reproduced: only {here + reused} of {seeds} runs finished")
     if gap > TOLERANCE or not math.isfinite(gap):
         return Verdict(model, arm, False, gap, f"not reproduced: a seed differs by {gap:.3f} in log-perplexity")
-    same = f"{len(compared)} of {seeds} seeds compared" if len(compared) < seeds else f"{seeds} seeds"
+    same = f"{len(compared)} of {seeds} seeds compared" if len(compared) < seeds else f"every seed, n = {seeds}"
     exact = "bit for bit" if gap == 0 else f"largest gap {gap:.1e} in log-perplexity"
     return Verdict(model, arm, True, gap, f"reproduced ({same}, {exact})")
