@@ -45,8 +45,8 @@ tune-table2: setup ## the learning-rate sweep behind table 2
 	@$(PY) scripts/reproduce.py tune_table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
 table2: setup ## results/tables/table2.* and its figures from committed summaries, no training
-	@$(PY) scripts/aggregate.py table2 --strict
-	@$(PY) scripts/plot.py table2
+	@$(PY) scripts/aggregate.py table2 --scale $(SCALE) --strict
+	@$(PY) scripts/plot.py table2 --scale $(SCALE)
 
 tables: setup ## every committed table, from committed summaries
 	@$(PY) scripts/aggregate.py table2 tune_table2 --strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,22 @@ def enter(main: Callable[[], int]) -> None:
     codes: list[int] = []
     refused = guarded(lambda: codes.append(main()))
     sys.exit(codes[0] if codes else refused)
+
+
+def committed_parser(description: str | None) -> argparse.ArgumentParser:
+    """What every script takes that works from committed summaries alone."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifacts", nargs="+")
+    parser.add_argument("--scale", default="mini")
+    parser.add_argument("--runs", type=folder, default=ROOT / "results" / "runs")
+    return parser
+
+
+def folder(text: str) -> Path:
+    """A folder that exists; anything else is refused with its name."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
+    return Path(text)
 
 
 def wide_console() -> Console:

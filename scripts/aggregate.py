@@ -5,23 +5,17 @@ python scripts/aggregate.py table2
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from _door import ROOT, enter, wide_console
+from _door import ROOT, committed_parser, enter, wide_console
 
 
 def main() -> int:
     """Exit code 1 where a run of the table is missing; with --strict nothing is written then."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifacts", nargs="+")
-    parser.add_argument("--scale", default="mini")
-    parser.add_argument("--runs", type=Path, default=ROOT / "results" / "runs")
+    parser = committed_parser(__doc__)
     parser.add_argument("--tables", type=Path, default=ROOT / "results" / "tables")
     parser.add_argument("--strict", action="store_true", help="write nothing unless every run is there")
     chosen = parser.parse_intermixed_args()
-    if not chosen.runs.is_dir():
-        raise ValueError(f"--runs {chosen.runs}: there is no such folder")
 
     from experiments.analysis.tables import write_table
     from experiments.artifacts import get

@@ -5,22 +5,16 @@ python scripts/plot.py table2
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from _door import ROOT, enter
+from _door import ROOT, committed_parser, enter
 
 
 def main() -> int:
     """Exit code 1 where a run of a figure is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifacts", nargs="+")
-    parser.add_argument("--scale", default="mini")
-    parser.add_argument("--runs", type=Path, default=ROOT / "results" / "runs")
+    parser = committed_parser(__doc__)
     parser.add_argument("--figures", type=Path, default=ROOT / "results" / "figures")
     chosen = parser.parse_intermixed_args()
-    if not chosen.runs.is_dir():
-        raise ValueError(f"--runs {chosen.runs}: there is no such folder")
 
     from experiments.analysis import figures
     from experiments.artifacts import get

@@ -212,8 +212,12 @@ def test_every_row_of_the_readmes_table_stands_in_the_committed_one() -> None:
     quoted = [line.strip("| \n").split(" | ") for line in (ROOT / "README.md").open() if line.startswith("| mini_")]
     table = [row for row in quoted if row[1] in ("control", "imbalanced", "saggs", "soft_saggs", "control_saggs")]
     assert len(table) == 10
-    assert all(any(row == other[: len(row)] for other in committed) for row in table)
-    assert not any(row[:3] == [*table[0][:2], "1.0 ± 0.1"] for row in committed)
+
+    def stands(row: list[str]) -> bool:
+        return any(row == other[: len(row)] for other in committed)
+
+    assert all(stands(row) for row in table)
+    assert not stands([*table[0][:2], "1.0 ± 0.1", *table[0][3:]])  # the control: a number nobody measured
 
 
 def test_the_readmes_speeds_are_those_of_the_committed_benchmark() -> None:

@@ -167,3 +167,15 @@ def test_balancing_that_does_nothing_says_so() -> None:
         model.model.layers[0].mlp.up_proj.weight.zero_()
     with pytest.warns(UserWarning, match="1 of 6 pairs were left alone"):
         saggs.balance(model, pairs)
+
+
+def test_a_custom_model_does_not_ignore_transformers_settings(outputs: Path, tmp_path: Path) -> None:
+    text = "from experiments.registry import model\n\nmodel('mine')(lambda **_: None)\n"
+    (tmp_path / "modelling_plugin.py").write_text(text)
+    shape = ["model=custom", "model.name=mine", "model.architecture=mine", "model.layers=1", "model.width=8",
+             "model.heads=1", "model.context=32", "plugins=[modelling_plugin]"]  # fmt: skip
+    command, environment = [*DEBUG, *shape, f"paths.outputs={outputs}"], {"PYTHONPATH": str(tmp_path)}
+    ignored = run([*command, "+model.hf.n_inner=9"], outputs / "log", expected=2, environment=environment)
+    assert "a custom model does not read it; use model.options" in ignored.text()
+    control = run(command, outputs / "log2", expected=2, environment=environment)
+    assert "returned a NoneType, not a torch.nn.Module" in control.text()

@@ -34,9 +34,13 @@ def _summaries(rows: Rows) -> dict[tuple[str, str, float], Summary]:
 
 def best_rate(rows: Rows, model: str, arm: str) -> float | None:
     """The rate with the lowest mean validation perplexity among those where every seed finished."""
+    return _best(_summaries(rows), model, arm)
+
+
+def _best(summaries: dict[tuple[str, str, float], Summary], model: str, arm: str) -> float | None:
     complete = {
         rate: s.mean
-        for (m, a, rate), s in _summaries(rows).items()
+        for (m, a, rate), s in summaries.items()
         if (m, a) == (model, arm) and s.mean is not None and s.n == s.n_seeds
     }
     return min(complete, key=lambda rate: complete[rate]) if complete else None
@@ -45,8 +49,9 @@ def best_rate(rows: Rows, model: str, arm: str) -> float | None:
 def build_table(rows: Rows) -> tuple[Table, Table]:
     """(as printed, as CSV): one row a (model, arm, rate); the best rate of each (model, arm) is marked."""
     csv, printed = [], []
-    for (model, arm, rate), summary in _summaries(rows).items():
-        chosen = best_rate(rows, model, arm) == rate
+    summaries = _summaries(rows)
+    for (model, arm, rate), summary in summaries.items():
+        chosen = _best(summaries, model, arm) == rate
         row: dict[str, Cell] = {"model": model, "arm": arm, "learning_rate": rate}
         printed.append(row | {"ppl": summary, "best": "best" if chosen else ""})
         csv.append(row | {"n": summary.n, "validation_ppl_mean": summary.mean, "validation_ppl_std": summary.std,

@@ -40,6 +40,8 @@ def check_model(config: Config) -> None:
     """Raise a ConfigError for a model that could not be built, before any data is touched."""
     if isinstance(config.model, CustomModel):
         registry.require("model", config.model.architecture)
+        if config.model.hf:
+            raise ConfigError(f"model.hf={config.model.hf}: a custom model does not read it; use model.options")
     else:
         transformers_config(config)
 
