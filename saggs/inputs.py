@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,3 +46,25 @@ def default_output(result: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise ValueError(f"a {type(result).__name__} has no logits; pass output=, a callable that returns a tensor")
     return found
+
+
+def widened(value: Any) -> Any:
+    """`value` with every floating tensor in it in float64: what a float64 copy of the model can be fed."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping) and type(value) in (dict, MappingProxyType):
+        return {key: widened(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(widened(item) for item in value)
+    return value
+
+
+def on_device(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """`value` with every tensor in it on `device`, floating ones in `dtype` where one is given."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    if isinstance(value, Mapping) and type(value) in (dict, MappingProxyType):
+        return {key: on_device(item, device, dtype) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_device(item, device, dtype) for item in value)
+    return value

@@ -20,9 +20,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-Kind = Literal["query_key", "value_output", "up_down"]
+Kind = Literal["query_key", "value_output", "up_down", "norm_gain", "query_key_gain"]
 Signs = Literal["any", "positive"]
-KINDS: tuple[Kind, ...] = ("query_key", "value_output", "up_down")
+KINDS: tuple[Kind, ...] = ("query_key", "value_output", "up_down", "norm_gain", "query_key_gain")
+# Those that the papers balance. No two of them share an entry; a gain shares the columns of all that reads it.
+BALANCED_KINDS: tuple[Kind, ...] = ("query_key", "value_output", "up_down")
 
 _WRAPPER_PREFIXES = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
@@ -120,7 +122,7 @@ class ScalePair:
     """Left and right slices whose reciprocal rescaling keeps the model's function.
 
     Attributes:
-        kind: "query_key", "value_output" or "up_down".
+        kind: one of `KINDS`.
         path: the module the pair belongs to, such as "model.layers.0.self_attn".
         left: slices of positive exponent, multiplied by factor ** exponent.
         right: slices of negative exponent.
@@ -236,14 +238,3 @@ def parameter_of(parameters: Mapping[str, nn.Parameter], part: ParameterSlice) -
         near = difflib.get_close_matches(part.name, list(parameters), n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ValueError(f"the model has no parameter {part.name!r}{hint}. Pairs belong to one model") from None
-
-
-def require_disjoint(pairs: Iterable[ScalePair]) -> None:
-    """Raise a ValueError where two pairs share an entry of a tensor: one pass cannot balance both."""
-    seen: dict[str, list[tuple[ScalePair, ParameterSlice]]] = {}
-    for pair in pairs:
-        for part in pair.slices:
-            for other, taken in seen.get(part.name, []):
-                if part.overlaps(taken):
-                    raise ValueError(f"{pair} and {other} share {part}; balance them one at a time")
-            seen.setdefault(part.name, []).append((pair, part))

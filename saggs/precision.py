@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,3 +52,14 @@ def float64_everywhere() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
+
+
+def use_plain_kernels(model: nn.Module) -> None:
+    """Have a float64 copy run its experts one by one, in place: grouped matrix products exist in float32 and narrower.
+
+    Libraries choose such kernels by a setting of the model's configuration; a model without one is left as it is.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    for config in configs.values():
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"

@@ -314,13 +314,17 @@ def t5_v1_1(s: Sizes) -> list[Generator]:
 
 
 def bert(s: Sizes) -> list[Generator]:
-    """Norms behind each block feed the residual; GELU; tied head. Attention is all there is."""
+    """Norms behind each block feed the residual too, but for the very last one: only the head's first layer reads it.
+
+    GELU; tied head.
+    """
     found = []
     for i in range(s.layers):
         at = f"bert.encoder.layer.{i}.attention"
         q, k, v, o = projections(at, ("self.query", "self.key", "self.value", "output.dense"), s, "qkvo")
         found += separate(q, k, v, o, s)
-    return found
+    last = gain(f"bert.encoder.layer.{s.layers - 1}.output.LayerNorm", s, bias=True)
+    return found + norm_gain(last, [linear("cls.predictions.transform.dense", s.width, s.width)])
 
 
 def vit(s: Sizes) -> list[Generator]:

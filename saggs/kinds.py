@@ -1,0 +1,254 @@
+"""Which kind a relation is, and which of its generators belong to one head: read off the off-diagonal charges.
+
+Let L_a be the lines of a relation's left side and R_a those of its right side, so that stretching L_a and shrinking R_a
+changes nothing. Where a and b belong to one attention head, they may also be mixed: with E_ab the matrix unit,
+
+    L -> (1 + s E_ab) L,   R -> R (1 - s E_ab)      moves the loss by   s (<L_b, dL/dL_a> - <R_a, dL/dR_b>) = 0.
+
+So equal off-diagonal charges mean one head (GL(d) acts on the channels of a head, for values and their readers always,
+for queries and keys without rotary positions), and an MLP's neurons show none: between them stands a non-linearity or
+an elementwise product. No name is looked at.
+
+    kind              left side                      right side
+    query_key         rows (query)                   rows (key)
+    value_output      rows (value)                   columns of its readers, mixed within a head
+    up_down           rows (up)                      columns (down), not mixed
+    norm_gain         a gain, with its bias          columns of all its readers
+    query_key_gain    a gain on the queries          a gain on the keys
+
+Source: the group actions are well known (see `saggs.relations`); to tell kinds and heads by off-diagonal charges is
+ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from saggs.charges import SPREADS, Lines, Probing
+from saggs.pairs import Kind
+from saggs.relations import Relation, Relations, Side
+
+_PROBES_PER_DRAW = 2
+_MIXED = 1e-7
+
+
+@dataclass(frozen=True)
+class Generators:
+    """Generators of one kind, left side first.
+
+    Attributes:
+        kind: one of `saggs.pairs.KINDS`.
+        relation: their lines and exponents.
+        head: which key-value group each belongs to, shape (generators,), counted from 0; None where the charges cannot
+            tell (interleaved rotary positions with as many key heads as query heads).
+    """
+
+    kind: Kind
+    relation: Relation
+    head: Tensor | None
+
+    @property
+    def left(self) -> tuple[Side, ...]:
+        """Sides of positive exponent."""
+        return tuple(s for s in self.relation.sides if s.exponent > 0)
+
+    @property
+    def right(self) -> tuple[Side, ...]:
+        """Sides of negative exponent."""
+        return tuple(s for s in self.relation.sides if s.exponent < 0)
+
+
+def classify(found: Relations, probing: Probing) -> list[Generators]:
+    """The kind and the heads of every relation; relations of no known kind are left out.
+
+    Args:
+        found: from `saggs.relations.relations`.
+        probing: the copy of the model that the charges were measured on.
+    """
+    oriented = [_oriented(found, relation) for relation in found]
+    channels = [r for r in oriented if r.shape == "lines" and _roles(r) in (("out", "out"), ("out", "in"))]
+    blocks = dict(zip(map(id, channels), _blocks(probing, channels), strict=True))
+    result: list[Generators] = []
+    for relation in oriented:
+        if id(relation) in blocks:
+            result.extend(_of_channels(relation, blocks[id(relation)]))
+        elif (kind := _kind(relation)) is not None:
+            result.append(Generators(kind, relation, _heads_of(relation, kind)))
+    return _with_missing_heads(result)
+
+
+def _roles(relation: Relation) -> tuple[str, str]:
+    return relation.sides[0].lines.role, relation.sides[-1].lines.role
+
+
+def _kind(relation: Relation) -> Kind | None:
+    roles = {s.lines.role for s in relation.sides}
+    if roles == {"entry"}:
+        return "query_key_gain"
+    if "entry" in roles:
+        return "norm_gain"
+    if _roles(relation) == ("out", "out"):
+        return "query_key"
+    if _roles(relation) == ("out", "in"):
+        return "value_output" if not relation.offset else None
+    return None
+
+
+def _of_channels(relation: Relation, block: Tensor) -> list[Generators]:
+    """Channels that mix belong to attention; those that do not are neurons."""
+    size = torch.bincount(block)[block]
+    result = []
+    for mixed in (True, False):
+        chosen = (size > 1) == mixed
+        if not bool(chosen.any()):
+            continue
+        kind: Kind = "up_down" if not mixed else "query_key" if _roles(relation) == ("out", "out") else "value_output"
+        head = torch.unique(block[chosen], return_inverse=True)[1] if mixed else torch.zeros_like(block[chosen])
+        result.append(Generators(kind, _subset(relation, chosen), head))
+    return result
+
+
+def _subset(relation: Relation, chosen: Tensor) -> Relation:
+    return replace(relation, sides=tuple(replace(s, index=s.index[chosen]) for s in relation.sides))
+
+
+# --- left and right ---------------------------------------------------------------------------------------------------
+
+
+def _oriented(found: Relations, relation: Relation) -> Relation:
+    """With the query, the value, the up-projection or the gain on the left, and generators in its lines' order."""
+    first, last = relation.sides[0], relation.sides[-1]
+    rank = {"entry": 0, "out": 1, "in": 2}
+    swap = False
+    if len(relation.sides) == 2:
+        if rank[first.lines.role] != rank[last.lines.role]:
+            swap = rank[first.lines.role] > rank[last.lines.role]
+        elif relation.heads == 1:
+            before, after = (
+                (_liveness(found, s), -found.position(s.lines), -int(s.index[0, 0])) for s in (first, last)
+            )
+            swap = after > before
+    if swap:
+        relation = replace(relation, sides=(_flipped(last), _flipped(first)))
+    order = torch.argsort(relation.sides[0].index[:, 0], stable=True)
+    return _subset(relation, order)
+
+
+def _query_likeness(found: Relations, side: Side) -> tuple[int, int, int]:
+    """Larger for the query: by what its bias does; where that cannot tell, the query is taken to come first."""
+    return _liveness(found, side), -found.position(side.lines), -int(side.index[0, 0])
+
+
+def _flipped(side: Side) -> Side:
+    return replace(side, exponent=-side.exponent)
+
+
+def _liveness(found: Relations, side: Side) -> int:
+    """2 with a bias that matters, 1 without any, 0 with a dead one: softmax does not see a bias of the keys."""
+    if side.lines.bias is None:
+        return 1
+    for family, lines in enumerate(found.lines):
+        if lines.name == side.lines.bias and lines.offset == 0:
+            exercised = found.exercised[family].flatten()
+            norm = found.norms[family].flatten()[side.index.flatten()]
+            own = found.norms[found.position(side.lines)][side.index.flatten()]
+            return 2 if bool(exercised.any()) and bool((norm > 1e-9 * own).any()) else 0
+    return 1
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def _heads_of(relation: Relation, kind: Kind) -> Tensor | None:
+    """Heads of a comb: a group's teeth follow each other, and the next group's are a stride away."""
+    if relation.shape != "comb":
+        return torch.zeros(relation.count, dtype=torch.int64)
+    single_head_gain = kind == "query_key_gain" and relation.heads == 1
+    many = (
+        relation.sides[0]
+        if relation.sides[0].index.shape[1] >= relation.sides[-1].index.shape[1]
+        else relation.sides[-1]
+    )
+    starts = many.index[:, 0]
+    step = 2 if relation.offset == 1 else 1
+    if relation.heads == 1 and relation.offset == 1:
+        return torch.zeros(relation.count, dtype=torch.int64) if single_head_gain else None
+    fresh = starts.diff() != step
+    return torch.cat([fresh.new_zeros(1), fresh]).cumsum(0)
+
+
+def _with_missing_heads(generators: list[Generators]) -> list[Generators]:
+    """Interleaved rotary channels of many key heads: split as the values of the same tensors are."""
+    result = []
+    for g in generators:
+        if g.head is None:
+            names = {s.lines.name.rpartition(".")[0].rpartition(".")[0] for s in g.relation.sides}
+            counts = {
+                int(o.head.max()) + 1
+                for o in generators
+                if o.kind == "value_output" and o.head is not None and _parents(o) & names
+            }
+            heads = counts.pop() if len(counts) == 1 else 1
+            per_head = g.relation.count // heads if g.relation.count % heads == 0 else g.relation.count
+            g = replace(g, head=torch.arange(g.relation.count) // per_head)
+        result.append(g)
+    return result
+
+
+def _parents(generators: Generators) -> set[str]:
+    return {s.lines.name.rpartition(".")[0].rpartition(".")[0] for s in generators.relation.sides}
+
+
+def _blocks(probing: Probing, channels: Sequence[Relation]) -> list[Tensor]:
+    """For each relation, which channels mix: a block number for each, shape (generators,)."""
+    found = _mixing(probing, channels, 1)
+    return [torch.cat([torch.zeros(1, dtype=torch.int64), (~mixed).cumsum(0)]) for mixed in found]
+
+
+def _mixing(probing: Probing, channels: Sequence[Relation], stride: int) -> list[Tensor]:
+    """Whether channel k and channel k + stride of each relation mix, shape (generators - stride,) each."""
+    left: list[list[Tensor]] = [[] for _ in channels]
+    right: list[list[Tensor]] = [[] for _ in channels]
+    wanted: dict[str, list[tuple[list[Tensor], Lines, Tensor, bool]]] = {}
+    for k, relation in enumerate(channels):
+        for parts, side, forward in ((left[k], relation.sides[0], True), (right[k], relation.sides[-1], False)):
+            for name in (side.lines.name, side.lines.bias):
+                if name is not None:
+                    wanted.setdefault(name, []).append((parts, side.lines, side.index[:, 0], forward))
+
+    def consume(name: str, weight: Tensor, gradient: Tensor) -> None:
+        for parts, lines, index, forward in wanted.get(name, ()):
+            if name == lines.name:
+                w, g = lines.rows(weight)[index], lines.rows(gradient)[index]
+            else:
+                w, g = weight.flatten()[index, None], gradient.flatten()[index, None]
+            a, b = (g[:-stride], w[stride:]) if forward else (g[stride:], w[:-stride])
+            parts.append((a * b).sum(dim=1))
+
+    totals: list[list[Tensor]] = [[] for _ in channels]
+    scales: list[list[Tensor]] = [[] for _ in channels]
+    for spread in SPREADS:
+        probing.draw(spread)
+        for _ in range(_PROBES_PER_DRAW):
+            for parts in (*left, *right):
+                parts.clear()
+            probing.probes(1, consume)
+            for k in range(len(channels)):
+                if left[k] and right[k]:
+                    a, b = torch.stack(left[k]).sum(dim=0), torch.stack(right[k]).sum(dim=0)
+                    size = torch.maximum(a.abs(), b.abs()).max().clamp_min(1e-300)
+                    totals[k].append((a - b) / size)
+                    scales[k].append(torch.maximum(a.abs(), b.abs()) / size)
+    return [
+        torch.stack(t).norm(dim=0) <= _MIXED * torch.stack(s).norm(dim=0)
+        if t
+        else torch.zeros(max(r.count - stride, 0), dtype=torch.bool)
+        for t, s, r in zip(totals, scales, channels, strict=True)
+    ]
+
+
+__all__ = ["Generators", "classify"]
