@@ -1,31 +1,42 @@
-"""Which factor balances a pair, and the `Rebalancer` that applies it every so many steps.
+"""Balancing: move every pair to the point of its orbit where its weights are least, now or every so many steps.
 
-On the orbit (c^p A, c^-q B) the squared norm c^2p |A|^2 + c^-2q |B|^2 is least at
+`saggs.objective` says which factor that is. Damped balancing applies c^alpha with 0 < alpha <= 1, so that the
+log-imbalance shrinks by (1 - alpha) each time.
 
-    c = ( (q |B|^2) / (p |A|^2) )^(1 / (2 (p + q))),
+Pairs that share no entry have minima of their own, and one pass is exact. Pairs that do (a norm's gain and the columns
+of its readers) have a joint one: the squared norm of all their weights is convex in the log-factors, and is minimised
+by *sweeps*, each of which balances round after round of disjoint pairs. A sweep works on copies of the weights; the
+product of all its factors is then applied once, to weights, gradients and state, so that every entry is rounded once a
+round, however many sweeps there were. About ten sweeps reach 1e-10; a canonical form that is equal to the bit exists
+for disjoint pairs only.
 
-for p = q = 1 the square root of the ratio of Frobenius norms, c = (|B| / |A|)^(1/2), where both norms become equal.
-Damped balancing applies c^alpha with 0 < alpha <= 1, so that the log-imbalance shrinks by (1 - alpha) each time.
+bfloat16 has eight bits, and a product with an odd factor loses half of one, at every event. Pairs with a slice in
+bfloat16 are therefore rescaled by the nearest power of two: exactly, leaving norms equal to within a factor of two.
 
-Hard balancing is written as `sqrt` of a ratio because that is exact for powers of two: balance(2^k A, B / 2^k) gives
-the very bits of balance(A, B), weights and moments (`exp` of half a logarithm does not).
-
-Source: the SAGGS paper (Kim, 2026) for hard and damped balancing; exponents other than 1 are ours.
+Source: the SAGGS paper (Kim, 2026) for hard and damped balancing; sweeps and powers of two are ours.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from saggs import transport as _transport
 from saggs.discovery import find_pairs
-from saggs.pairs import ParameterSlice, ScalePair, named_parameters, parameter_of, require_disjoint
-from saggs.rescaling import rescale_many
+from saggs.lines import Powers
+from saggs.objective import Norm, Terms, nearest_power_of_two, order_of
+from saggs.pairs import BALANCED_KINDS, ScalePair, named_parameters
+from saggs.plan import ScalingPlan
+from saggs.rescaling import warn_of_float16, warn_of_imprecise_gains, weights_as_moving
+
+Rounding = Literal["exact", "power_of_two"]
+SWEEPS = 5
+"""Sweeps an event of a `Rebalancer` for pairs that share entries. From one event to the next little has moved."""
 
 
 def balance(
@@ -33,85 +44,117 @@ def balance(
     pairs: Sequence[ScalePair] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     damping: float = 1.0,
+    *,
+    norm: Norm = "l2",
+    factors: Rounding | None = None,
+    tolerance: float = 1e-6,
+    max_sweeps: int = 100,
 ) -> Tensor:
     """Balance every pair once; returns the factors applied, shape (pairs,).
 
     Args:
         model: the model, changed in place.
-        pairs: from `find_pairs`; found anew where None.
+        pairs: from `find_pairs`; found anew where None. Where some share entries, the returned factors are the
+            products over all sweeps.
         optimizer: its moments are carried along; None leaves optimizer state alone.
         damping: alpha in (0, 1]; 1 equalises the norms, less goes part of the way.
+        norm: "l2" minimises the sum of squares, "l1" that of absolute values; with exponents 1 and -1 the two sides'
+            norms of that kind become equal.
+        factors: "power_of_two" rounds them, and is exact; "exact" does not. None: powers of two for pairs with a slice
+            in bfloat16, "exact" for all others.
+        tolerance: sweeps end when no factor of a sweep is further than this from 1, in its natural logarithm. Below
+            the rounding of norms (4e-6 in float32) it counts as that.
+        max_sweeps: or after so many. Pairs that share no entry need one, whatever these two say.
 
     Raises:
-        ValueError: no pairs, a damping outside (0, 1], or an optimizer whose state cannot be carried.
+        ValueError: no pairs, a setting out of its range, or an optimizer whose state cannot be carried.
+
+    Warns:
+        UserWarning: pairs left alone (a norm is zero or not finite), sweeps that did not reach the tolerance, weights
+            in float16, gains 1 + w in a narrow dtype near w = -1.
     """
-    rebalancer = Rebalancer(model, optimizer, pairs, every=1, damping=damping, transport=optimizer is not None)
-    factors = rebalancer.rebalance()
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r} must be above 0: the largest |log factor| of the last sweep")
+    _require_count("max_sweeps", max_sweeps, "sweeps")
+    rebalancer = Rebalancer(
+        model, optimizer, pairs, every=1, damping=damping, transport=optimizer is not None, norm=norm, factors=factors
+    )
+    applied, left_over = rebalancer._event(max_sweeps, tolerance)
     if left := int(rebalancer.unbalanced):
-        warnings.warn(f"{left} of {len(factors)} pairs were left alone: a norm is zero or not finite", stacklevel=2)
-    return factors
+        warnings.warn(f"{left} of {len(applied)} pairs were left alone: a norm is zero or not finite", stacklevel=2)
+    if left_over:
+        warnings.warn(
+            f"after {max_sweeps} sweeps factors still change by {left_over:.1e} (tolerance={tolerance:g}); raise "
+            "max_sweeps or tolerance",
+            stacklevel=2,
+        )
+    warn_of_imprecise_gains(int(rebalancer.imprecise))
+    return applied
 
 
-def pair_norms(pairs: Sequence[ScalePair], parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Frobenius norms of the left and right weights, without biases: two tensors of shape (pairs,).
+def pair_norms(
+    pairs: Sequence[ScalePair], parameters: Mapping[str, nn.Parameter], norm: Norm = "l2"
+) -> tuple[Tensor, Tensor]:
+    """Norms of the left and right weights, without biases: two tensors of shape (pairs,).
 
-    float32 at least, float64 where any of the weights is.
+    Frobenius norms, or sums of absolute values for norm="l1". float32 at least, float64 where any of the weights is.
     """
-    sides = [[p for p in pair.left if not p.bias] for pair in pairs]
-    sides += [[p for p in pair.right if not p.bias] for pair in pairs]
-    views = [_used_weight(part, parameters) for side in sides for part in side]
-    dtype = torch.float64 if any(v.dtype == torch.float64 for v in views) else torch.float32
-    each = iter(torch._foreach_norm(views, 2, dtype))
-    norms = torch.stack([_joint_norm([next(each) for _ in side]) for side in sides])
-    return norms[: len(pairs)], norms[len(pairs) :]
+    order = order_of(norm)
+    plan = ScalingPlan(pairs, parameters)
+    weights = plan.weights(parameters)
+    dtype = plan.norm_dtype(weights)
+    result: tuple[Tensor, Tensor] | None = None
+    for at, one in plan.rounds:
+        sides = one.terms.sides(one.norms(weights, order, dtype), order)
+        if at is None:
+            return sides
+        index = at.on(sides[0].device)
+        empty = sides[0].new_empty(len(pairs))
+        left, right = (
+            whole.index_copy(0, index, side) for whole, side in zip(result or (empty, empty), sides, strict=True)
+        )
+        result = left, right
+    assert result is not None
+    return result
 
 
-def _used_weight(part: ParameterSlice, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    view = part.view(parameter_of(parameters, part).detach())
-    return view + 1 if part.offset else view
-
-
-def _joint_norm(norms: list[Tensor]) -> Tensor:
-    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-
-
-def log2_norm_ratios(model: nn.Module, pairs: Sequence[ScalePair]) -> Tensor:
+def log2_norm_ratios(model: nn.Module, pairs: Sequence[ScalePair], norm: Norm = "l2") -> Tensor:
     """log2(|left| / |right|) of every pair, shape (pairs,): 0 is balanced, 2k after (2^k A, B / 2^k)."""
-    left, right = pair_norms(pairs, named_parameters(model))
+    left, right = pair_norms(pairs, named_parameters(model), norm)
     return torch.log2(left / right)
 
 
 def balanced_factors(
-    pairs: Sequence[ScalePair], left: Tensor, right: Tensor, damping: float = 1.0
+    pairs: Sequence[ScalePair], left: Tensor, right: Tensor, damping: float = 1.0, norm: Norm = "l2"
 ) -> tuple[Tensor, Tensor]:
     """The factor of every pair from its two norms, shape (pairs,), and a mask of the pairs that could be balanced.
 
-    A pair with a zero or non-finite norm has no balanced point; its factor is 1 and its mask False.
+    A pair with a zero or non-finite norm has no balanced point; its factor is 1 and its mask False. Raises a ValueError
+    where a side mixes exponents: two norms do not tell its factor.
     """
-    plain = all(p.exponent == 1 for pair in pairs for p in pair.left) and all(
-        p.exponent == -1 for pair in pairs for p in pair.right
-    )
-    if plain:
-        factors = torch.sqrt(right / left)
-    else:
-        p, q = (torch.tensor(side, dtype=left.dtype, device=left.device) for side in _exponents(pairs))
-        factors = ((q * right.square()) / (p * left.square())) ** (0.5 / (p + q))
-    if damping != 1.0:
-        factors = factors**damping
-    possible = torch.isfinite(factors) & (factors > 0)
+    order, terms = order_of(norm), Terms(pairs)
+    if terms.mixed:
+        raise ValueError(f"{pairs[next(iter(terms.mixed))]}: exponents are mixed in one side; use balance")
+    return _possible(_damped(terms.factors(torch.cat([left, right]), order), damping))
+
+
+def _damped(factors: Tensor, damping: float) -> Tensor:
+    return factors if damping == 1.0 else factors**damping
+
+
+def _possible(factors: Tensor, highest: int = 1) -> tuple[Tensor, Tensor]:
+    """Factors with 1 for those whose `highest` power over- or underflows (0, infinity, NaN too), and a mask of others.
+
+    For a power that is infinite would turn a moment that is zero into NaN.
+    """
+    reach = 2.0 ** ((1000 if factors.dtype == torch.float64 else 120) / highest)
+    possible = (factors > 1 / reach) & (factors < reach)
     return torch.where(possible, factors, torch.ones_like(factors)), possible
 
 
-def _exponents(pairs: Sequence[ScalePair]) -> tuple[list[int], list[int]]:
-    """(p, q) of every pair, biases aside; a ValueError where a side mixes exponents (no closed form)."""
-    result: tuple[list[int], list[int]] = ([], [])
-    for pair in pairs:
-        for side, values in zip((pair.left, pair.right), result, strict=True):
-            found = {abs(part.exponent) for part in side if not part.bias}
-            if len(found) != 1:
-                raise ValueError(f"{pair}: exponents {sorted(found)} are mixed in one side; it cannot be balanced")
-            values.append(found.pop())
-    return result
+def _require_count(name: str, value: object, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of {unit}, at least 1")
 
 
 class Rebalancer:
@@ -128,18 +171,25 @@ class Rebalancer:
     Args:
         model: the model in training, wrapped or not.
         optimizer: its state is carried along. May be None with transport=False.
-        pairs: from `find_pairs`; found (and certified) anew where None.
+        pairs: from `find_pairs`; the kinds that the papers balance, found (and certified) anew, where None. At any
+            granularity; pairs that share entries are balanced by sweeps.
         every: calls of `step` from one balancing to the next; 1 balances before every optimizer step.
         damping: alpha in (0, 1]; 1 equalises norms, less closes that share of the log-gap each time.
         transport: carry the optimizer's state. False moves the weights alone (an ablation, rarely what you want).
+        norm: "l2" or "l1", what is minimised; see `balance`.
+        factors: "exact", "power_of_two" or None, which is chosen by dtype; see `balance`. Damped factors of less than
+            half an octave round to 1: damping and powers of two together stop short of balance.
+        sweeps: at each event, for pairs that share entries: a fixed number, so that no event waits for the device.
+            None is 5. Each needs a pass over copies of these weights.
 
     Attributes:
         steps: calls of `step` so far.
         unbalanced: 0-dimensional tensor: how many pairs the last event left alone for a zero or non-finite norm.
+        imprecise: the same for gains 1 + w in bfloat16 or float16 that it brought near w = -1.
 
     Raises:
-        ValueError: a period below 1, a damping outside (0, 1], no pairs, pairs that share entries, or an optimizer
-            whose state cannot be carried or that holds none of the pairs' parameters.
+        ValueError: a setting out of its range, no pairs, or an optimizer whose state cannot be carried or that holds
+            none of the pairs' parameters.
 
     Source: the SAGGS paper (Kim, 2026); period and damping are free choices there and here.
     """
@@ -153,33 +203,43 @@ class Rebalancer:
         every: int = 10,
         damping: float = 1.0,
         transport: bool = True,
+        norm: Norm = "l2",
+        factors: Rounding | None = None,
+        sweeps: int | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every!r} must be a whole number of steps, at least 1")
+        _require_count("every", every, "steps")
         if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 < damping <= 1.0:
             raise ValueError(f"damping={damping!r} must lie in (0, 1]: 1 is hard balancing")
+        self._order = order_of(norm)
+        if factors not in (None, "exact", "power_of_two"):
+            raise ValueError(f"factors={factors!r}: choose exact, power_of_two, or None to choose by dtype")
+        if sweeps is not None:
+            _require_count("sweeps", sweeps, "sweeps")
         if transport:
             if optimizer is None:
                 raise ValueError("transport=True needs the optimizer; pass it, or transport=False")
             _transport.require_transportable(optimizer)
-        self.pairs = list(find_pairs(model) if pairs is None else pairs)
+        self.pairs = list(find_pairs(model, BALANCED_KINDS) if pairs is None else pairs)
         if not self.pairs:
             raise ValueError("the model has no exact pair to balance; train it without a Rebalancer")
-        require_disjoint(self.pairs)
-        _exponents(self.pairs)
+        parameters = named_parameters(model)
+        self._plan = ScalingPlan(self.pairs, parameters)
+        if transport and optimizer is not None:
+            _transport.require_owned(optimizer, self.pairs, parameters)
+        warn_of_float16(self._plan, parameters)
+        if sweeps not in (None, 1) and not self._plan.overlapping:
+            warnings.warn(f"sweeps={sweeps} has no effect: no pairs share an entry, one pass is exact", stacklevel=2)
         self.every = every
         self.damping = float(damping)
         self.transport = transport
+        self.norm = norm
+        self.factors = factors
+        self.sweeps = (sweeps or SWEEPS) if self._plan.overlapping else 1
         self.steps = 0
         self._model = model
-        parameters = named_parameters(model)
-        for pair in self.pairs:
-            for part in pair.slices:
-                part.view(parameter_of(parameters, part))
-        if transport and optimizer is not None:
-            _transport.require_owned(optimizer, self.pairs, parameters)
         self._optimizer = optimizer if transport else None
         self.unbalanced = torch.zeros((), dtype=torch.int64)
+        self.imprecise = torch.zeros((), dtype=torch.int64)
 
     def step(self) -> bool:
         """Balance if it is due, and count one training step. Returns whether it balanced."""
@@ -189,26 +249,71 @@ class Rebalancer:
         self.steps += 1
         return due
 
-    @torch.no_grad()
     def rebalance(self) -> Tensor:
         """Balance every pair now, whatever the period; returns the factors, shape (pairs,). No host sync."""
-        parameters = named_parameters(self._model)  # anew: a parameter may have been replaced
-        left, right = pair_norms(self.pairs, parameters)
-        factors, possible = balanced_factors(self.pairs, left, right, self.damping)
-        rescale_many(self.pairs, factors.unbind(), parameters, self._optimizer)
+        return self._event(self.sweeps)[0]
+
+    @torch.no_grad()
+    def _event(self, sweeps: int, tolerance: float | None = None) -> tuple[Tensor, float]:
+        """One event: the factors; and how far the last sweep was from the tolerance: its largest |log factor|, or 0.
+
+        Without a tolerance all sweeps are made, and nothing waits for the device.
+        """
+        plan, parameters = self._plan, named_parameters(self._model)  # anew: a parameter may have been replaced
+        moving = plan.moving(parameters, self._optimizer)
+        weights = {item.name: item.tensor for item in moving if item.is_weight}
+        found, left_over = self._by_sweeps(weights, sweeps, tolerance)
+        factors, possible = _possible(_damped(found, self.damping), plan.highest_power(moving))
+        factors = self._rounded(factors, weights)
+        counts = [count.to(factors.device) for count in plan.multiply(moving, plan.powers(moving, factors))]
         self.unbalanced = (~possible).sum()
-        return factors
+        self.imprecise = torch.stack(counts).sum() if counts else torch.zeros_like(self.unbalanced)
+        return factors, left_over
+
+    def _by_sweeps(self, weights: Mapping[str, Tensor], sweeps: int, tolerance: float | None) -> tuple[Tensor, float]:
+        """The factors that balance, shape (pairs,), NaN for pairs that have none; and what `_event` returns."""
+        plan, order, dtype = self._plan, self._order, self._plan.norm_dtype(weights)
+        if not plan.overlapping:
+            ((_, one),) = plan.rounds
+            return one.terms.factors(one.norms(weights, order, dtype), order), 0.0
+        copies = {name: weights[name].to(dtype, copy=True) for name in sorted(plan.weighed)}
+        total = next(iter(copies.values())).new_ones(len(self.pairs))
+        moving, left_over = weights_as_moving(copies), 0.0
+        for _ in range(sweeps):
+            largest = []
+            for at, one in plan.rounds:
+                index = at.on(total.device) if at is not None else ...
+                factors, possible = _possible(one.terms.factors(one.norms(copies, order, dtype), order), plan.highest)
+                one.multiply(moving, Powers(factors, plan.highest))
+                total[index] *= torch.where(possible, factors, torch.nan)
+                largest.append(factors.log().abs().max())
+            if tolerance is not None:
+                left_over = float(torch.stack(largest).max())
+                if left_over <= max(tolerance, 32 * torch.finfo(dtype).eps):
+                    return total, 0.0
+        return total, left_over
+
+    def _rounded(self, factors: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The factors, to the nearest power of two where the setting, or a pair's dtype, asks for it."""
+        if self.factors == "exact":
+            return factors
+        if self.factors == "power_of_two":
+            return nearest_power_of_two(factors)
+        coarse = self._plan.in_bfloat16(weights, factors.device)
+        return factors if coarse is None else torch.where(coarse, nearest_power_of_two(factors), factors)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counter and the settings it belongs to, as plain values."""
-        return {"steps": self.steps, **self._settings()}
+        """The counter and the settings it belongs to, as plain values. Settings at their defaults may be left out."""
+        chosen = {name: value for name, value in self._settings().items() if value != _DEFAULTS.get(name)}
+        return {"steps": self.steps, **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting where `state` stopped. Raises a ValueError where it belongs to other settings."""
         for name, value in self._settings().items():
-            if state.get(name) != value:
+            saved = state.get(name, _DEFAULTS.get(name))
+            if saved != value:
                 raise ValueError(
-                    f"the saved Rebalancer has {name}={state.get(name)!r}, this one {value!r}; "
+                    f"the saved Rebalancer has {name}={saved!r}, this one {value!r}; "
                     "build it with the same settings, or start a new one"
                 )
         steps = state.get("steps")
@@ -217,5 +322,16 @@ class Rebalancer:
         self.steps = steps
 
     def _settings(self) -> dict[str, Any]:
-        names = [f"{pair.kind}:{pair.path}" for pair in self.pairs]
-        return {"every": self.every, "damping": self.damping, "transport": self.transport, "pairs": names}
+        names = ("every", "damping", "transport", "norm", "factors", "sweeps")
+        return {**{name: getattr(self, name) for name in names}, "pairs": _labels(self.pairs)}
+
+
+# Left out of saved states: those of earlier versions, which had no such settings, hold the defaults.
+_DEFAULTS: dict[str, Any] = {"norm": "l2", "factors": None, "sweeps": 1}
+
+
+def _labels(pairs: Sequence[ScalePair]) -> list[str]:
+    """ "kind:path" of every pair, and its first left slice where a path has several of one kind."""
+    names = [f"{pair.kind}:{pair.path}" for pair in pairs]
+    several = Counter(names)
+    return [f"{name}:{pair.left[0]}" if several[name] > 1 else name for name, pair in zip(names, pairs, strict=True)]

@@ -70,6 +70,7 @@ from saggs.precision import float64_everywhere, use_plain_kernels
 from saggs.wiring import Wiring, observe
 
 Role = Literal["out", "in", "entry"]
+Consume = Callable[[int, str, Tensor, Tensor], None]
 SPREADS = (1.0, 2.0, 4.0)
 PROBES_PER_DRAW = 4
 RAISED_EPS = 1e-2
@@ -205,23 +206,23 @@ class Probing:
     def _read(self, name: str) -> int:
         return self.wiring.reads.get(name, self.parameters[name].dim() - 1)
 
-    def probes(self, count: int, consume: Callable[[str, Tensor, Tensor], None]) -> None:
-        """`count` backward passes; each calls consume(name, θ, dL/dθ) for every parameter, one after the other.
+    def probes(self, count: int, consume: Consume) -> None:
+        """`count` backward passes; each calls consume(probe, name, θ, dL/dθ) for every parameter that it reaches.
 
         No gradient outlives its call, so that memory stays near that of the weights.
         """
-        handles = [
-            parameter.register_post_accumulate_grad_hook(_handing_over(name, consume))  # type: ignore[no-untyped-call]
-            for name, parameter in self.parameters.items()
-        ]
-        try:
-            for _ in range(count):
-                outputs = self.run()
-                self._require_usable(outputs)
-                outputs.backward(self._cotangent(outputs))  # type: ignore[no-untyped-call]
-        finally:
-            for handle in handles:
-                handle.remove()
+        outputs = self.run()
+        self._require_usable(outputs)
+        for probe in range(count):
+            handles = [
+                parameter.register_post_accumulate_grad_hook(_handing_over(probe, name, consume))  # type: ignore[no-untyped-call]
+                for name, parameter in self.parameters.items()
+            ]
+            try:
+                outputs.backward(self._cotangent(outputs), retain_graph=probe + 1 < count)  # type: ignore[no-untyped-call]
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def batched_probes(self, count: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """As `probes`, many losses a backward pass: name -> (θ, dL/dθ of shape (chunk, *shape)). For small models."""
@@ -250,10 +251,10 @@ class Probing:
             raise ValueError(f"{type(self.model).__name__}'s outputs are not finite at random weights")
 
 
-def _handing_over(name: str, consume: Callable[[str, Tensor, Tensor], None]) -> Callable[[Tensor], None]:
+def _handing_over(probe: int, name: str, consume: Consume) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            consume(name, parameter.detach(), parameter.grad)
+            consume(probe, name, parameter.detach(), parameter.grad)
         parameter.grad = None
 
     return hook
@@ -344,39 +345,43 @@ def scale_charges(
 def charges_of(probing: Probing, probes_per_draw: int = PROBES_PER_DRAW, *, batched: bool = False) -> ChargeTable:
     """As `scale_charges`, for a copy that is at hand. `batched` is faster for many probes of a small model."""
     lines = lines_of(probing.parameters, probing.wiring)
-    by_name: dict[str, list[int]] = {}
-    biases: dict[str, list[int]] = {}
-    for index, family in enumerate(lines):
-        by_name.setdefault(family.name, []).append(index)
-        if family.bias is not None:
-            biases.setdefault(family.bias, []).append(index)
-    parts: list[list[Tensor]] = [[] for _ in lines]
-
-    def add(row: list[Tensor], name: str, weight: Tensor, gradient: Tensor) -> None:
-        product = weight * gradient
-        for index in by_name[name]:
-            values = product + gradient if lines[index].offset else product
-            row[index] = row[index] + lines[index].sums(values)
-        for index in biases.get(name, ()):
-            row[index] = row[index] + product.flatten(product.dim() - weight.dim())
-
-    for spread in SPREADS:
+    sheets = [_Sheet(lines, probes_per_draw) for _ in SPREADS]
+    for spread, sheet in zip(SPREADS, sheets, strict=True):
         probing.draw(spread)
         if batched:
+            first = 0
             for gradients in probing.batched_probes(probes_per_draw):
-                size = len(next(iter(gradients.values()))[1])
-                row = [torch.zeros(size, f.count, dtype=torch.float64) for f in lines]
+                chunk = len(next(iter(gradients.values()))[1])
                 for name, (weight, gradient) in gradients.items():
-                    add(row, name, weight, gradient)
-                for index, values in enumerate(row):
-                    parts[index].append(values)
-            continue
-        for _ in range(probes_per_draw):
-            row = [torch.zeros(f.count, dtype=torch.float64) for f in lines]
-            probing.probes(1, lambda name, weight, gradient, row=row: add(row, name, weight, gradient))  # type: ignore[misc]
-            for index, values in enumerate(row):
-                parts[index].append(values[None])
-    return ChargeTable(lines, tuple(torch.cat(rows) for rows in parts), probing.wiring)
+                    sheet.add(slice(first, first + chunk), name, weight, gradient)
+                first += chunk
+        else:
+            probing.probes(probes_per_draw, sheet.add)
+    charges = tuple(torch.cat(columns) for columns in zip(*(s.charges for s in sheets), strict=True))
+    return ChargeTable(lines, charges, probing.wiring)
+
+
+class _Sheet:
+    """The charges of one draw of the weights, filled in as gradients arrive, in whatever order."""
+
+    def __init__(self, lines: Sequence[Lines], probes: int) -> None:
+        self.charges = [torch.zeros(probes, family.count, dtype=torch.float64) for family in lines]
+        self._lines = lines
+        self._own: dict[str, list[int]] = {}
+        self._riding: dict[str, list[int]] = {}
+        for index, family in enumerate(lines):
+            self._own.setdefault(family.name, []).append(index)
+            if family.bias is not None:
+                self._riding.setdefault(family.bias, []).append(index)
+
+    def add(self, probe: int | slice, name: str, weight: Tensor, gradient: Tensor) -> None:
+        """Add what one parameter contributes to its own lines, and as a bias to those it rides along with."""
+        product = weight * gradient
+        for index in self._own.get(name, ()):
+            family = self._lines[index]
+            self.charges[index][probe] += family.sums(product + gradient if family.offset else product)
+        for index in self._riding.get(name, ()):
+            self.charges[index][probe] += product.flatten(product.dim() - weight.dim())
 
 
 __all__ = ["ChargeTable", "Lines", "Probing", "charges_of", "lines_of", "scale_charges"]

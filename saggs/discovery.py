@@ -17,11 +17,9 @@ from torch import nn
 
 from saggs.assembly import GRANULARITIES, Granularity, assembled
 from saggs.certificates import CertificationError, examine
-from saggs.charges import Probing, charges_of
 from saggs.inputs import Inputs, Output
-from saggs.kinds import classify
+from saggs.lifting import analyse
 from saggs.pairs import KINDS, ScalePair
-from saggs.relations import relations
 
 
 def find_pairs(
@@ -50,7 +48,9 @@ def find_pairs(
     chosen = _check_kinds(kinds)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r}: choose from {', '.join(GRANULARITIES)}")
-    candidates = [pair for pair in _candidates(model, granularity, inputs, output) if pair.kind in chosen]
+    analysis = analyse(model, inputs, output)
+    generators = [g for g in analysis.generators if g.kind in chosen]
+    candidates = assembled(model, analysis.wiring, generators, granularity)
     found: list[ScalePair] = []
     for examined in _with_signs(model, candidates, inputs, output):
         if isinstance(examined, CertificationError):
@@ -67,14 +67,6 @@ def _check_kinds(kinds: Sequence[str]) -> set[str]:
     if unknown or not kinds:
         raise ValueError(f"kinds={list(kinds)!r}: choose from {', '.join(KINDS)}")
     return set(kinds)
-
-
-def _candidates(
-    model: nn.Module, granularity: Granularity, inputs: Inputs | None, output: Output | None
-) -> list[ScalePair]:
-    probing = Probing(model, inputs, output)
-    generators = classify(relations(charges_of(probing)), probing)
-    return assembled(model, probing.wiring, generators, granularity)
 
 
 def _with_signs(

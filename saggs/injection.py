@@ -22,7 +22,7 @@ def inject_imbalance(
 
     Args:
         model: the model the pairs were found on.
-        pairs: from `saggs.find_pairs`.
+        pairs: from `saggs.find_pairs`. An entry that two of them share takes both factors.
         factor: one for all pairs, or one a pair (see `log_uniform_factors`). A power of two keeps the function to
             the bit.
         optimizer: its moments are carried along; None leaves optimizer state alone.

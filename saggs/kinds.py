@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saggs.charges import SPREADS, Lines, Probing
+from saggs.charges import SPREADS, Probing
 from saggs.pairs import Kind
 from saggs.relations import Relation, Relations, Side
 
-_PROBES_PER_DRAW = 2
+PROBES_PER_DRAW = 2
 _MIXED = 1e-7
 
 
@@ -62,16 +62,17 @@ class Generators:
         return tuple(s for s in self.relation.sides if s.exponent < 0)
 
 
-def classify(found: Relations, probing: Probing) -> list[Generators]:
+def classify(found: Relations, probing: Probing, probes_per_draw: int = PROBES_PER_DRAW) -> list[Generators]:
     """The kind and the heads of every relation; relations of no known kind are left out.
 
     Args:
         found: from `saggs.relations.relations`.
         probing: the copy of the model that the charges were measured on.
+        probes_per_draw: losses for each draw of the weights.
     """
     oriented = [_oriented(found, relation) for relation in found]
     channels = [r for r in oriented if r.shape == "lines" and _roles(r) in (("out", "out"), ("out", "in"))]
-    blocks = dict(zip(map(id, channels), _blocks(probing, channels), strict=True))
+    blocks = dict(zip(map(id, channels), _blocks(probing, channels, probes_per_draw), strict=True))
     result: list[Generators] = []
     for relation in oriented:
         if id(relation) in blocks:
@@ -203,52 +204,76 @@ def _parents(generators: Generators) -> set[str]:
     return {s.lines.name.rpartition(".")[0].rpartition(".")[0] for s in generators.relation.sides}
 
 
-def _blocks(probing: Probing, channels: Sequence[Relation]) -> list[Tensor]:
+def _blocks(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
     """For each relation, which channels mix: a block number for each, shape (generators,)."""
-    found = _mixing(probing, channels, 1)
+    found = _mixing(probing, channels, probes_per_draw)
     return [torch.cat([torch.zeros(1, dtype=torch.int64), (~mixed).cumsum(0)]) for mixed in found]
 
 
-def _mixing(probing: Probing, channels: Sequence[Relation], stride: int) -> list[Tensor]:
-    """Whether channel k and channel k + stride of each relation mix, shape (generators - stride,) each."""
-    left: list[list[Tensor]] = [[] for _ in channels]
-    right: list[list[Tensor]] = [[] for _ in channels]
-    wanted: dict[str, list[tuple[list[Tensor], Lines, Tensor, bool]]] = {}
-    for k, relation in enumerate(channels):
-        for parts, side, forward in ((left[k], relation.sides[0], True), (right[k], relation.sides[-1], False)):
-            for name in (side.lines.name, side.lines.bias):
-                if name is not None:
-                    wanted.setdefault(name, []).append((parts, side.lines, side.index[:, 0], forward))
+def _mixing(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
+    """Whether channel k and channel k + 1 of each relation mix, shape (generators - 1,) each."""
+    pairs = [_OffDiagonal(relation) for relation in channels]
+    wanted: dict[str, list[_OffDiagonal]] = {}
+    for pair in pairs:
+        for name in pair.names():
+            wanted.setdefault(name, []).append(pair)
 
-    def consume(name: str, weight: Tensor, gradient: Tensor) -> None:
-        for parts, lines, index, forward in wanted.get(name, ()):
+    def consume(probe: int, name: str, weight: Tensor, gradient: Tensor) -> None:
+        for pair in wanted.get(name, ()):
+            pair.add(probe, name, weight, gradient)
+
+    for spread in SPREADS if pairs else ():
+        probing.draw(spread)
+        probing.probes(probes_per_draw, consume)
+        for pair in pairs:
+            pair.compare()
+    return [pair.mixed() for pair in pairs]
+
+
+class _OffDiagonal:
+    """<L_(k+1), dL/dL_k> and <R_k, dL/dR_(k+1)> of neighbouring channels, over some probes."""
+
+    def __init__(self, relation: Relation) -> None:
+        self._left, self._right = relation.sides[0], relation.sides[-1]
+        self._sums: dict[tuple[int, bool], Tensor] = {}
+        self._differences: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+        self._count = relation.count
+
+    def names(self) -> set[str]:
+        """The parameters that take part."""
+        sides = (self._left.lines, self._right.lines)
+        return {name for lines in sides for name in (lines.name, lines.bias) if name is not None}
+
+    def add(self, probe: int, name: str, weight: Tensor, gradient: Tensor) -> None:
+        """What one parameter contributes."""
+        for side, forward in ((self._left, True), (self._right, False)):
+            lines, index = side.lines, side.index[:, 0]
             if name == lines.name:
                 w, g = lines.rows(weight)[index], lines.rows(gradient)[index]
-            else:
+            elif name == lines.bias:
                 w, g = weight.flatten()[index, None], gradient.flatten()[index, None]
-            a, b = (g[:-stride], w[stride:]) if forward else (g[stride:], w[:-stride])
-            parts.append((a * b).sum(dim=1))
+            else:
+                continue
+            product = (g[:-1] * w[1:] if forward else g[1:] * w[:-1]).sum(dim=1)
+            key = (probe, forward)
+            self._sums[key] = self._sums[key] + product if key in self._sums else product
 
-    totals: list[list[Tensor]] = [[] for _ in channels]
-    scales: list[list[Tensor]] = [[] for _ in channels]
-    for spread in SPREADS:
-        probing.draw(spread)
-        for _ in range(_PROBES_PER_DRAW):
-            for parts in (*left, *right):
-                parts.clear()
-            probing.probes(1, consume)
-            for k in range(len(channels)):
-                if left[k] and right[k]:
-                    a, b = torch.stack(left[k]).sum(dim=0), torch.stack(right[k]).sum(dim=0)
-                    size = torch.maximum(a.abs(), b.abs()).max().clamp_min(1e-300)
-                    totals[k].append((a - b) / size)
-                    scales[k].append(torch.maximum(a.abs(), b.abs()) / size)
-    return [
-        torch.stack(t).norm(dim=0) <= _MIXED * torch.stack(s).norm(dim=0)
-        if t
-        else torch.zeros(max(r.count - stride, 0), dtype=torch.bool)
-        for t, s, r in zip(totals, scales, channels, strict=True)
-    ]
+    def compare(self) -> None:
+        """Keep left against right of the present draw, each probe to its own scale."""
+        for probe in sorted({probe for probe, _ in self._sums}):
+            a, b = self._sums[probe, True], self._sums[probe, False]
+            size = torch.maximum(a.abs(), b.abs())
+            scale = size.max().clamp_min(1e-300) if len(size) else torch.ones(())
+            self._differences.append((a - b) / scale)
+            self._sizes.append(size / scale)
+        self._sums.clear()
+
+    def mixed(self) -> Tensor:
+        """Which neighbours mix."""
+        if not self._sizes:
+            return torch.zeros(max(self._count - 1, 0), dtype=torch.bool)
+        return torch.le(torch.stack(self._differences).norm(dim=0), _MIXED * torch.stack(self._sizes).norm(dim=0))
 
 
 __all__ = ["Generators", "classify"]

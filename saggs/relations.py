@@ -47,7 +47,7 @@ pair from an MLP's, and delimits heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -59,6 +59,7 @@ from saggs.charges import ChargeTable, Lines
 EXACT = 1e-9
 _LARGEST_EXPONENT = 8
 _DEAD = 1e-12
+_WIDE = 512
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,17 @@ class Relations(list[Relation]):
         return torch.div(total, size.clamp_min(1e-300))
 
 
-def relations(table: ChargeTable) -> Relations:
+def relations(table: ChargeTable, summed: Callable[[str], bool] | None = None) -> Relations:
     """Every relation of the three shapes among the charges of a table, finest first.
 
     Args:
         table: from `saggs.charges.scale_charges`.
+        summed: which parameters may take part in sums of lines, by name; all where None.
     """
     found = Relations(table)
     _aligned_families(found)
     _equal_lines(found)
-    _equal_sums(found)
+    _equal_sums(found, summed or (lambda name: True))
     return found
 
 
@@ -280,7 +282,7 @@ def _equal_lines(found: Relations) -> None:
 
 
 def _crosses(first: Lines, second: Lines) -> bool:
-    """Rows against columns of one matrix, or w against 1 + w: equal where only one line is alive, which says nothing."""
+    """Rows against columns of one matrix, or w against 1 + w: equal where one line alone is alive, which is trivial."""
     return first.name == second.name and first.key != second.key
 
 
@@ -343,9 +345,13 @@ class _Row:
     to itself, shifted, and by sorting. What agrees in one projection is then compared on every probe.
     """
 
-    def __init__(self, found: Relations) -> None:
+    def __init__(self, found: Relations, summed: Callable[[str], bool]) -> None:
         self.found = found
-        self.families = [f for f in range(len(found.lines)) if bool(found.free(f).any()) and found.lines[f].count > 1]
+        self.families = [
+            f
+            for f, lines in enumerate(found.lines)
+            if lines.count > 1 and bool(found.free(f).any()) and summed(lines.name)
+        ]
         generator = torch.Generator().manual_seed(2)
         direction = torch.randn(found.charges[0].shape[0], generator=generator, dtype=torch.float64)
         counts = torch.tensor([found.lines[f].count for f in self.families], dtype=torch.int64)
@@ -376,12 +382,14 @@ def _shifted(row: Tensor, by: int) -> Tensor:
     return torch.cat([row[by:], torch.zeros(min(by, len(row)), dtype=row.dtype)])
 
 
-def _equal_sums(found: Relations) -> None:
+def _equal_sums(found: Relations, summed: Callable[[str], bool]) -> None:
     """Combs: the lines of a group's heads, with their rotary partners, against those of the one head they share."""
-    row = _Row(found)
+    row = _Row(found, summed)
     counts = sorted({found.lines[f].count for f in row.families})
     strides = sorted({d for n in counts for d in range(1, n + 1) if n % d == 0})
-    for offset in range(max(counts, default=0) // 2 + 1):
+    for offset in _offsets(counts, strides):
+        if not bool(row.free.any()):
+            break
         # Without partners first: a rotary pair is only what no single channel explains.
         if offset:
             _try_comb(row, Comb(1, 0, offset), *row.pairs(offset))
@@ -399,6 +407,18 @@ def _equal_sums(found: Relations) -> None:
                 if _try_comb(row, Comb(heads, stride, offset), total, exists):
                     exists = exists & row.free
                     single_exists = row.pairs(offset)[1]
+
+
+def _offsets(counts: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Distances of rotary partners, 0 (none) first: all of them, or in wide models those that are in use.
+
+    Those are 1 (interleaved) and half of a head's rotated channels (half-split), which are taken to be a multiple of an
+    eighth of the head.
+    """
+    widest = max(counts, default=0)
+    if widest <= _WIDE:
+        return list(range(widest // 2 + 1))
+    return sorted({0, 1, *(d * j // 16 for d in strides if d % 16 == 0 and d <= _WIDE for j in range(1, 9))})
 
 
 def _try_comb(row: _Row, comb: Comb, many: Tensor, exists: Tensor) -> bool:

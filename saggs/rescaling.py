@@ -7,20 +7,27 @@ Everything in this project that moves a weight goes through here. For a pair wit
     state       s  -> c^(e k) s          k from `saggs.transport`: -1 first moments, -2 second, 0 counters
 
 Powers of two multiply exactly in binary floating point: the model's outputs and all gradients then agree bit for bit in
-float32, bfloat16 and float64 (not in float16, where subnormals round). Other factors agree to rounding.
+float32, bfloat16 and float64 (not in float16, where subnormals round). Other factors agree to rounding: the product is
+computed in float32 (float64 for float64), whatever the dtypes of a pair's tensors, and rounded once.
+
+The action is commutative: pairs may share entries, which are then multiplied by both factors, one round after the
+other (`saggs.plan`).
 
 Source: the SAGGS paper (Kim, 2026) for the pairs and Adam's moments; the general action is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from saggs import transport
-from saggs.pairs import ParameterSlice, ScalePair, named_parameters, parameter_of, require_disjoint
+from saggs.lines import LOSS, Moving
+from saggs.pairs import ScalePair, named_parameters
+from saggs.plan import ScalingPlan
 
 
 def rescale(
@@ -40,6 +47,9 @@ def rescale(
     Raises:
         ValueError: a factor the pair does not allow, an optimizer whose state cannot be carried, or a result that
             overflows or underflows. In each case nothing has been changed.
+
+    Warns:
+        UserWarning: weights in float16, whose subnormals are rounded; gains 1 + w in bfloat16 that came near w = -1.
     """
     rescale_checked(model, [pair], [factor], optimizer)
 
@@ -50,104 +60,92 @@ def rescale_checked(
     factors: Sequence[float],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """`rescale` for several disjoint pairs: all of them are checked before the first tensor changes.
+    """`rescale` for several pairs, which may share entries: all are checked before the first tensor changes.
 
     Raises:
-        ValueError: as `rescale`, or pairs that share entries. In each case nothing has been changed.
+        ValueError: as `rescale`. In each case nothing has been changed.
     """
-    require_disjoint(pairs)
+    if not pairs:
+        return
     parameters = named_parameters(model)
     if optimizer is not None:
         transport.require_transportable(optimizer)
         transport.require_owned(optimizer, pairs, parameters)
-    scales = [torch.tensor(float(factor), dtype=torch.float64) for factor in factors]
+    for pair, factor in zip(pairs, factors, strict=True):
+        pair.check_factor(float(factor))
+    plan = ScalingPlan(pairs, parameters)
+    warn_of_float16(plan, parameters)
     with torch.no_grad():
-        for pair, factor, scale in zip(pairs, factors, scales, strict=True):
-            pair.check_factor(float(factor))
-            for target, multiplier in zip(*scaling_plan([pair], [scale], parameters, optimizer), strict=True):
-                _require_representable(pair, float(factor), target, multiplier)
-    rescale_many(pairs, scales, parameters, optimizer)
+        moving = plan.moving(parameters, optimizer)
+        powers = plan.powers(moving, torch.tensor([float(factor) for factor in factors], dtype=torch.float64))
+        given = {id(pair): float(factor) for pair, factor in zip(pairs, factors, strict=True)}
+        for item in moving:
+            scratch = item._replace(tensor=item.tensor.clone())
+            for (_, one), each in zip(plan.rounds, powers, strict=True):
+                before = scratch.tensor.clone()
+                one.multiply([scratch], each)
+                if found := one.first_in(item.name, _lost(before, scratch.tensor)):
+                    raise ValueError(
+                        f"{found[0]}: factor {given[id(found[0])]:g} over- or underflows a weight, gradient or moment "
+                        f"of {found[1]} in {item.tensor.dtype}; nothing was changed. Use a factor nearer to 1"
+                    )
+        counts = plan.multiply(moving, powers)
+    warn_of_imprecise_gains(sum(int(count) for count in counts))
 
 
-def _require_representable(pair: ScalePair, factor: float, target: Tensor, multiplier: Tensor) -> None:
-    """Raise a ValueError where an entry overflows, vanishes, or falls among the subnormals, which have fewer bits."""
-    result = (target * multiplier.to(target.device)).abs()
-    smallest = torch.finfo(target.dtype).tiny
-    lost = (result < smallest) & (target.abs() >= smallest)
-    if not bool(torch.isfinite(result).all()) or bool(lost.any()):
-        raise ValueError(
-            f"{pair}: factor {factor:g} over- or underflows a weight, gradient or moment in {target.dtype}; "
-            "nothing was changed. Use a factor nearer to 1"
-        )
+def _lost(before: Tensor, after: Tensor) -> Tensor:
+    """A mask of what overflowed, vanished, or fell among the subnormals, which have fewer bits.
+
+    In float16 ordinary weights lie near the subnormals and fall among them at any factor: that is rounding there.
+    """
+    wrong = ~torch.isfinite(after)
+    if before.dtype == torch.float16:
+        return wrong
+    smallest = torch.finfo(before.dtype).tiny
+    return wrong | ((after.abs() < smallest) & (before.abs() >= smallest))
 
 
 def rescale_many(
     pairs: Sequence[ScalePair],
-    factors: Sequence[Tensor],
+    factors: Sequence[Tensor] | Tensor,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Rescale disjoint pairs at once by 0-dimensional factor tensors, in foreach calls, without a host sync.
+    """Rescale pairs at once, by a factor tensor each, without checks and without waiting for the device.
 
-    The hot path of `saggs.balancing`: factors stay on the device and are trusted (finite, positive).
+    Factors stay on the device and are trusted (finite, positive). For repeated use compile a `ScalingPlan` once.
     """
-    targets, scales = scaling_plan(pairs, factors, parameters, optimizer)
+    if not pairs:
+        return
+    plan = ScalingPlan(pairs, parameters)
     with torch.no_grad():
-        if targets:
-            torch._foreach_mul_(targets, scales)
-        _shift_offsets(pairs, factors, parameters)
+        moving = plan.moving(parameters, optimizer)
+        plan.multiply(moving, plan.powers(moving, factors if isinstance(factors, Tensor) else torch.stack([*factors])))
 
 
-def scaling_plan(
-    pairs: Sequence[ScalePair],
-    factors: Sequence[Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Every tensor slice that the factors multiply, with its multiplier as a 0-dimensional tensor."""
-    targets: list[Tensor] = []
-    scales: list[Tensor] = []
-    for pair, factor in zip(pairs, factors, strict=True):
-        powers = _Powers(factor)
-        for part in pair.slices:
-            parameter = parameter_of(parameters, part)
-            for tensor, exponent in _moving_tensors(parameter, part, optimizer):
-                targets.append(part.view(tensor))
-                scales.append(powers[exponent].to(tensor.device))
-    return targets, scales
+def weights_as_moving(weights: Mapping[str, Tensor]) -> list[Moving]:
+    """Weights alone, as tensors to multiply."""
+    return [Moving(name, weight, 1, True) for name, weight in weights.items()]
 
 
-def _moving_tensors(
-    parameter: nn.Parameter, part: ParameterSlice, optimizer: torch.optim.Optimizer | None
-) -> Iterable[tuple[Tensor, int]]:
-    yield parameter.detach(), part.exponent
-    if parameter.grad is not None:
-        yield parameter.grad, -part.exponent
-    if optimizer is not None:
-        for tensor, k in transport.state_tensors(optimizer, parameter):
-            yield tensor, k * part.exponent
+def warn_of_float16(plan: ScalingPlan, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Say that no rescaling is exact in float16, where any of the plan's weights is in it."""
+    if found := next((name for name, w in plan.weights(parameters).items() if w.dtype == torch.float16), None):
+        warnings.warn(
+            f"{found} is in float16, where entries below 6e-5 are subnormal and lose bits, also by powers of two: the "
+            "function is kept to rounding only. Rescale in bfloat16 or float32, and convert afterwards",
+            stacklevel=transport._levels_to_caller(),
+        )
 
 
-class _Powers:
-    """Integer powers of a factor. Negative ones are powers of one reciprocal, so that powers of two stay exact."""
-
-    def __init__(self, factor: Tensor) -> None:
-        self._base = {1: factor, -1: factor.reciprocal()}
-
-    def __getitem__(self, exponent: int) -> Tensor:
-        if exponent not in self._base:
-            sign = 1 if exponent > 0 else -1
-            self._base[exponent] = self[exponent - sign] * self._base[sign]
-        return self._base[exponent]
+def warn_of_imprecise_gains(count: int) -> None:
+    """Say how many gains 1 + w in a narrow dtype have lost precision."""
+    if count:
+        warnings.warn(
+            f"{count} gains used as 1 + w are near w = -1 now, where the rounding of w is more than {LOSS:g} times an "
+            "ordinary weight's relative to 1 + w. Keep gains in float32, or leave their pairs out",
+            stacklevel=transport._levels_to_caller(),
+        )
 
 
-def _shift_offsets(
-    pairs: Sequence[ScalePair], factors: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """After w -> s w, add s - 1 to gains used as 1 + w: s w + s - 1 = s (1 + w) - 1."""
-    for pair, factor in zip(pairs, factors, strict=True):
-        powers = _Powers(factor)
-        for part in pair.slices:
-            if part.offset:
-                view = part.view(parameter_of(parameters, part).detach())
-                view.add_((powers[part.exponent] - 1).to(view.device))
+__all__ = ["rescale", "rescale_checked", "rescale_many"]
