@@ -33,7 +33,7 @@ from experiments.language_model.model import build_model  # noqa: E402
 from experiments.language_model.optimizers import build_optimizer  # noqa: E402
 from experiments.language_model.training import StepLoss, schedule  # noqa: E402
 from experiments.sweep import expand  # noqa: E402
-from saggs import Rebalancer, find_pairs  # noqa: E402
+from saggs import BALANCED_KINDS, Rebalancer, find_pairs  # noqa: E402
 
 COMPARED_STEPS = 20
 FIRST_STEP_TOLERANCE, TOLERANCE = 1e-6, 1e-5
@@ -92,7 +92,7 @@ def measure(model_name: str, steps: int) -> dict[str, Any]:
     ours = OurStep(build_model(config, data.end_of_text_id), config)
     bare = BareLoop(build_model(config, data.end_of_text_id), config)
     rate_at = schedule(config.training, config.optimizer.learning_rate)
-    rebalancer = Rebalancer(ours.model, ours.optimizer, find_pairs(ours.model), every=10)
+    rebalancer = Rebalancer(ours.model, ours.optimizer, find_pairs(ours.model, BALANCED_KINDS), every=10)
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     gaps = []
     for step in range(1, steps + 1):

@@ -11,10 +11,12 @@ from saggs.balancing import Rebalancer, balance, log2_norm_ratios
 from saggs.certificates import CertificationError, certify
 from saggs.discovery import find_pairs
 from saggs.injection import inject_imbalance, log_uniform_factors
-from saggs.pairs import Certificate, ParameterSlice, ScalePair
+from saggs.pairs import BALANCED_KINDS, KINDS, Certificate, ParameterSlice, ScalePair
 from saggs.rescaling import rescale
 
 __all__ = [
+    "BALANCED_KINDS",
+    "KINDS",
     "Certificate",
     "CertificationError",
     "ParameterSlice",

@@ -194,13 +194,13 @@ class Probing:
         """New weights, matrices of standard deviation spread / sqrt(inputs of a line), and new inputs."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                noise = torch.randn(parameter.shape, generator=self.generator, dtype=parameter.dtype)
+                noise = torch.randn(parameter.shape, generator=self.generator)  # float32 is random enough, and faster
                 if parameter.dim() <= 1:
                     start = torch.nan_to_num(self._fresh[name]).clamp(-1, 1)
                     parameter.copy_(start + 0.4 * noise)
                 else:
                     fan = 1 if name in self.wiring.looked_up else max(parameter.shape[self._read(name)], 1)
-                    parameter.copy_(spread / math.sqrt(fan) * noise)
+                    parameter.copy_(noise.mul_(spread / math.sqrt(fan)))
         self._arguments = widened(dict(self._inputs(self.generator, self._samples)))
 
     def _read(self, name: str) -> int:

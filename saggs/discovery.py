@@ -50,9 +50,15 @@ def find_pairs(
         raise ValueError(f"granularity={granularity!r}: choose from {', '.join(GRANULARITIES)}")
     analysis = analyse(model, inputs, output)
     generators = [g for g in analysis.generators if g.kind in chosen]
-    candidates = assembled(model, analysis.wiring, generators, granularity)
+    candidates = assembled(model, analysis.wiring, generators, "matrix")
+    results = _with_signs(model, candidates, inputs, output)
+    if granularity != "matrix":  # what signs are allowed is a matter of the matrices: it is asked of them
+        signs = {_matrices(p): p.signs for p in results if isinstance(p, ScalePair)}
+        finer = assembled(model, analysis.wiring, generators, granularity)
+        finer = [dataclasses.replace(p, signs=signs.get(_matrices(p), "positive")) for p in finer]
+        results = examine(model, finer, inputs, output)
     found: list[ScalePair] = []
-    for examined in _with_signs(model, candidates, inputs, output):
+    for examined in results:
         if isinstance(examined, CertificationError):
             warnings.warn(f"left out: {examined}", stacklevel=2)
         else:
@@ -67,6 +73,10 @@ def _check_kinds(kinds: Sequence[str]) -> set[str]:
     if unknown or not kinds:
         raise ValueError(f"kinds={list(kinds)!r}: choose from {', '.join(KINDS)}")
     return set(kinds)
+
+
+def _matrices(pair: ScalePair) -> tuple[str, frozenset[str]]:
+    return pair.kind, frozenset(part.name for part in pair.slices)
 
 
 def _with_signs(

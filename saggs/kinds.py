@@ -32,7 +32,7 @@ from saggs.charges import SPREADS, Probing
 from saggs.pairs import Kind
 from saggs.relations import Relation, Relations, Side
 
-PROBES_PER_DRAW = 2
+_PROBES_PER_DRAW = 2
 _MIXED = 1e-7
 
 
@@ -62,17 +62,17 @@ class Generators:
         return tuple(s for s in self.relation.sides if s.exponent < 0)
 
 
-def classify(found: Relations, probing: Probing, probes_per_draw: int = PROBES_PER_DRAW) -> list[Generators]:
+def classify(found: Relations, probing: Probing, spreads: Sequence[float] = SPREADS) -> list[Generators]:
     """The kind and the heads of every relation; relations of no known kind are left out.
 
     Args:
         found: from `saggs.relations.relations`.
         probing: the copy of the model that the charges were measured on.
-        probes_per_draw: losses for each draw of the weights.
+        spreads: of the draws of the weights; one is enough to tell.
     """
     oriented = [_oriented(found, relation) for relation in found]
     channels = [r for r in oriented if r.shape == "lines" and _roles(r) in (("out", "out"), ("out", "in"))]
-    blocks = dict(zip(map(id, channels), _blocks(probing, channels, probes_per_draw), strict=True))
+    blocks = dict(zip(map(id, channels), _blocks(probing, channels, spreads), strict=True))
     result: list[Generators] = []
     for relation in oriented:
         if id(relation) in blocks:
@@ -204,13 +204,13 @@ def _parents(generators: Generators) -> set[str]:
     return {s.lines.name.rpartition(".")[0].rpartition(".")[0] for s in generators.relation.sides}
 
 
-def _blocks(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
+def _blocks(probing: Probing, channels: Sequence[Relation], spreads: Sequence[float]) -> list[Tensor]:
     """For each relation, which channels mix: a block number for each, shape (generators,)."""
-    found = _mixing(probing, channels, probes_per_draw)
+    found = _mixing(probing, channels, spreads)
     return [torch.cat([torch.zeros(1, dtype=torch.int64), (~mixed).cumsum(0)]) for mixed in found]
 
 
-def _mixing(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
+def _mixing(probing: Probing, channels: Sequence[Relation], spreads: Sequence[float]) -> list[Tensor]:
     """Whether channel k and channel k + 1 of each relation mix, shape (generators - 1,) each."""
     pairs = [_OffDiagonal(relation) for relation in channels]
     wanted: dict[str, list[_OffDiagonal]] = {}
@@ -222,9 +222,9 @@ def _mixing(probing: Probing, channels: Sequence[Relation], probes_per_draw: int
         for pair in wanted.get(name, ()):
             pair.add(probe, name, weight, gradient)
 
-    for spread in SPREADS if pairs else ():
+    for spread in spreads if pairs else ():
         probing.draw(spread)
-        probing.probes(probes_per_draw, consume)
+        probing.probes(_PROBES_PER_DRAW, consume)
         for pair in pairs:
             pair.compare()
     return [pair.mixed() for pair in pairs]

@@ -1,10 +1,11 @@
 """From a shallow twin to the real model: the same generators in every block of the same kind.
 
-A small model is analysed as it is. A large one is analysed through two twins (`saggs.twin`): a narrow one, where every
-hypothesis about heads and rotary positions can be tried, tells which matrices take part in sums of lines; a shallow one
-at the real widths tells which lines those are. What holds in a block of the twin then stands for every block of the
-model with the same parameters and shapes, and what joins blocks (an encoder's last norm and the cross-attention of all
-decoder blocks) joins all of them. This is a proposal: every pair is certified on the real model afterwards.
+A tiny model is analysed as it is. For any other a narrow twin (`saggs.twin`), where every hypothesis about heads and
+rotary positions can be tried, tells which matrices take part in sums of lines; the model itself, or of a large one a
+shallow twin at the real widths, tells which lines those are. What holds in a block of the twin then stands for every
+block of the model with the same parameters and shapes, and what joins blocks (an encoder's last norm and the
+cross-attention of all decoder blocks) joins all of them. This is a proposal: every pair is certified on the real model
+afterwards.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from saggs import kinds, relations
-from saggs.charges import Lines, Probing, charges_of
+from saggs import relations
+from saggs.charges import SPREADS, Lines, Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
 from saggs.pairs import named_parameters, unwrap
@@ -23,6 +24,7 @@ from saggs.relations import Relations, Side
 from saggs.twin import blocks_of, indexless, shallow_twin, signature_of, small_twin
 from saggs.wiring import Wiring
 
+NARROW = 60_000
 SMALL = 2_000_000
 _TOKENS_TIMES_PARAMETERS = 100_000_000
 
@@ -59,13 +61,12 @@ def analyse(model: nn.Module, inputs: Inputs | None = None, output: Output | Non
     """
     source = unwrap(model)
     size = sum(p.numel() for p in source.parameters())
+    sums = _sums_of_narrow_twin(source, inputs, output) if size > NARROW else None
     twin = shallow_twin(source, inputs, output) if size > SMALL else None
     if twin is None:
-        found, probing, generators = _measured(source, inputs, output, size, None)
+        found, probing, generators = _measured(source, inputs, output, size, sums)
         return Analysis(generators, probing.wiring, found, probing, "itself")
-    found, probing, generators = _measured(
-        twin, inputs, output, sum(p.numel() for p in twin.parameters()), _sums_of_narrow_twin(source, inputs, output)
-    )
+    found, probing, generators = _measured(twin, inputs, output, sum(p.numel() for p in twin.parameters()), sums)
     lifted = _Lift(twin, source).all(generators)
     additive = {indexless(name) for name in probing.wiring.additive}
     wiring = Wiring(additive={name for name in named_parameters(source) if indexless(name) in additive})
@@ -73,23 +74,26 @@ def analyse(model: nn.Module, inputs: Inputs | None = None, output: Output | Non
 
 
 def _measured(
-    model: nn.Module, inputs: Inputs | None, output: Output | None, size: int, sums: set[str] | None
+    model: nn.Module, inputs: Inputs | None, output: Output | None, size: int, sums: set[tuple[str, str]] | None
 ) -> tuple[Relations, Probing, list[Generators]]:
     """Charges, relations and kinds; of a large model from fewer samples and losses."""
     large = size > SMALL
     probing = Probing(model, inputs, output, samples=max(2, min(16, _TOKENS_TIMES_PARAMETERS // max(size, 1))))
     table = charges_of(probing, 2 if large else 4)
-    found = relations.relations(table, None if sums is None else lambda name: indexless(name) in sums)
-    return found, probing, classify(found, probing, 1 if large else kinds.PROBES_PER_DRAW)
+    found = relations.relations(
+        table, None if sums is None else lambda lines: (indexless(lines.name), lines.role) in sums
+    )
+    return found, probing, classify(found, probing, SPREADS[1:2] if large else SPREADS)
 
 
-def _sums_of_narrow_twin(model: nn.Module, inputs: Inputs | None, output: Output | None) -> set[str] | None:
-    """Parameters, layer indices aside, that take part in sums of lines; None where there is no narrow twin."""
+def _sums_of_narrow_twin(model: nn.Module, inputs: Inputs | None, output: Output | None) -> set[tuple[str, str]] | None:
+    """Names (layer indices aside) and roles of what takes part in sums of lines; None where no narrow twin is found."""
     twin = small_twin(model, inputs, output)
     if twin is None:
         return None
-    table = charges_of(Probing(twin, inputs, output))
-    return {indexless(s.lines.name) for r in relations.relations(table) if r.shape == "comb" for s in r.sides}
+    # Lines that are equal in the twin may be sums in the model, should the twin have lost its grouped heads.
+    found = relations.relations(charges_of(Probing(twin, inputs, output)))
+    return {(indexless(s.lines.name), s.lines.role) for r in found if r.shape != "aligned" for s in r.sides}
 
 
 class _Lift:

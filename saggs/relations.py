@@ -146,17 +146,17 @@ class Relations(list[Relation]):
         return torch.div(total, size.clamp_min(1e-300))
 
 
-def relations(table: ChargeTable, summed: Callable[[str], bool] | None = None) -> Relations:
+def relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = None) -> Relations:
     """Every relation of the three shapes among the charges of a table, finest first.
 
     Args:
         table: from `saggs.charges.scale_charges`.
-        summed: which parameters may take part in sums of lines, by name; all where None.
+        summed: which families may take part in sums of lines; all where None.
     """
     found = Relations(table)
     _aligned_families(found)
     _equal_lines(found)
-    _equal_sums(found, summed or (lambda name: True))
+    _equal_sums(found, summed or (lambda lines: True))
     return found
 
 
@@ -345,12 +345,10 @@ class _Row:
     to itself, shifted, and by sorting. What agrees in one projection is then compared on every probe.
     """
 
-    def __init__(self, found: Relations, summed: Callable[[str], bool]) -> None:
+    def __init__(self, found: Relations, summed: Callable[[Lines], bool]) -> None:
         self.found = found
         self.families = [
-            f
-            for f, lines in enumerate(found.lines)
-            if lines.count > 1 and bool(found.free(f).any()) and summed(lines.name)
+            f for f, lines in enumerate(found.lines) if lines.count > 1 and bool(found.free(f).any()) and summed(lines)
         ]
         generator = torch.Generator().manual_seed(2)
         direction = torch.randn(found.charges[0].shape[0], generator=generator, dtype=torch.float64)
@@ -382,11 +380,13 @@ def _shifted(row: Tensor, by: int) -> Tensor:
     return torch.cat([row[by:], torch.zeros(min(by, len(row)), dtype=row.dtype)])
 
 
-def _equal_sums(found: Relations, summed: Callable[[str], bool]) -> None:
+def _equal_sums(found: Relations, summed: Callable[[Lines], bool]) -> None:
     """Combs: the lines of a group's heads, with their rotary partners, against those of the one head they share."""
     row = _Row(found, summed)
     counts = sorted({found.lines[f].count for f in row.families})
     strides = sorted({d for n in counts for d in range(1, n + 1) if n % d == 0})
+    if max(counts, default=0) > _WIDE:
+        strides = [d for d in strides if 8 <= d <= _WIDE]
     for offset in _offsets(counts, strides):
         if not bool(row.free.any()):
             break
@@ -412,13 +412,15 @@ def _equal_sums(found: Relations, summed: Callable[[str], bool]) -> None:
 def _offsets(counts: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Distances of rotary partners, 0 (none) first: all of them, or in wide models those that are in use.
 
-    Those are 1 (interleaved) and half of a head's rotated channels (half-split), which are taken to be a multiple of an
-    eighth of the head.
+    Those are 1 (interleaved) and half of a head's rotated channels (half-split): all of them, or of the head a multiple
+    of an eighth.
     """
     widest = max(counts, default=0)
     if widest <= _WIDE:
         return list(range(widest // 2 + 1))
-    return sorted({0, 1, *(d * j // 16 for d in strides if d % 16 == 0 and d <= _WIDE for j in range(1, 9))})
+    halves = [d // 2 for d in strides if d % 2 == 0]
+    parts = [d * j // 16 for d in strides if d % 16 == 0 for j in range(1, 8)]
+    return list(dict.fromkeys([0, 1, *halves, *parts]))
 
 
 def _try_comb(row: _Row, comb: Comb, many: Tensor, exists: Tensor) -> bool:

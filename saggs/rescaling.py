@@ -117,10 +117,20 @@ def rescale_many(
     """
     if not pairs:
         return
-    plan = ScalingPlan(pairs, parameters)
+    each = factors if isinstance(factors, Tensor) else torch.stack([*factors])
+    apply(ScalingPlan(pairs, parameters), each, parameters, optimizer)
+
+
+def apply(
+    plan: ScalingPlan,
+    factors: Tensor,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """`rescale_many` with a compiled plan: factors of shape (pairs,)."""
     with torch.no_grad():
         moving = plan.moving(parameters, optimizer)
-        plan.multiply(moving, plan.powers(moving, factors if isinstance(factors, Tensor) else torch.stack([*factors])))
+        plan.multiply(moving, plan.powers(moving, factors))
 
 
 def weights_as_moving(weights: Mapping[str, Tensor]) -> list[Moving]:
@@ -148,4 +158,4 @@ def warn_of_imprecise_gains(count: int) -> None:
         )
 
 
-__all__ = ["rescale", "rescale_checked", "rescale_many"]
+__all__ = ["apply", "rescale", "rescale_checked", "rescale_many"]

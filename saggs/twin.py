@@ -87,6 +87,7 @@ class _Search:
         self._kinds = _kinds_of_blocks(source)
         self._size = _size(source)
         self._numbers: dict[tuple[int, str], int] = {}
+        self._counts: set[tuple[int, str]] = set()  # what counts blocks
 
     def builds(self) -> bool:
         """Whether the class can be built from this configuration with the parameters that the model has."""
@@ -96,14 +97,20 @@ class _Search:
     def make_shallow(self) -> None:
         """Fewer blocks, as long as every kind of block is there."""
         for owner, key, value in list(_whole_numbers(self._config)):
-            depth = _depth(self._built())
-            if value in {len(members) for members in blocks_of(self._built() or nn.Module()).values()}:
-                self._try(
-                    [(owner, key)], value, range(2, value),
-                    lambda m, depth=depth: _depth(m) < depth and _kinds_of_blocks(m) == self._kinds  # type: ignore[misc]
-                    and _shapes(m) == self._shapes,
-                    run=False,  # with its long tables still: the next step runs it
-                )  # fmt: skip
+            built = self._built() or nn.Module()
+            if value not in {len(members) for members in blocks_of(built).values()}:
+                continue
+            depth = _depth(built)
+            undo = _set(owner, key, value, value + 1)
+            counts_blocks = _depth(self._built()) > depth
+            undo()
+            if counts_blocks:
+                self._counts.add((id(owner), key))
+                # Not run yet, with its long tables: the next step does.
+                self._try([(owner, key)], value, range(2, value), self._has_same_blocks, run=False)
+
+    def _has_same_blocks(self, model: nn.Module) -> bool:
+        return _kinds_of_blocks(model) == self._kinds and _shapes(model) == self._shapes
 
     def shorten_tables(self) -> None:
         """Fewer rows in embedding tables: tokens and positions that the probes do not need."""
@@ -123,14 +130,18 @@ class _Search:
         numbers = [
             (owner, key, value)
             for owner, key, value in _whole_numbers(self._config)
-            if any(value in p.shape for p in built.parameters())
-            or (value <= _MOST_HEADS and all(size % value == 0 for size, _ in sizes))
+            if value != _FEW_ROWS
+            and (id(owner), key) not in self._counts
+            and (
+                any(value in p.shape for p in built.parameters())
+                or (value <= _MOST_HEADS and all(size % value == 0 for size, _ in sizes))
+            )
         ]
-        self._numbers = {(id(owner), key): value for owner, key, value in numbers if value not in (2, _FEW_ROWS)}
+        self._numbers = {(id(owner), key): value for owner, key, value in numbers}
         taken: set[int] = set()
         by_value: dict[int, list[Site]] = {}
         for owner, key, value in sorted(numbers, key=lambda site: site[2]):
-            if (id(owner), key) in self._numbers:
+            if (id(owner), key) in self._numbers and value > 2:
                 by_value.setdefault(value, []).append((owner, key))
         for value, sites in by_value.items():
             # Equal numbers often have to stay equal (a width that two settings state); else each by itself.
@@ -200,7 +211,7 @@ class _Search:
 
     def _built(self, device: str = "meta") -> nn.Module | None:
         try:
-            with torch.device(device), _quiet():
+            with torch.random.fork_rng(devices=[]), torch.device(device), _quiet():
                 return self._class(copy.deepcopy(self._config)).eval()
         except Exception:  # any class may refuse any configuration in its own way; a refusal is an answer
             return None

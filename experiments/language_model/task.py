@@ -26,7 +26,7 @@ from experiments.language_model.tokens import TokenData
 from experiments.language_model.training import RebalancingRule, Trainer
 from experiments.run import Run
 from experiments.tracking import Tracker
-from saggs import Rebalancer, ScalePair, find_pairs
+from saggs import BALANCED_KINDS, Rebalancer, ScalePair, find_pairs
 from saggs.transport import require_transportable
 
 
@@ -75,7 +75,7 @@ def prepare(config: Config) -> Prepared:
     data = load_data(config)
     model = build_model(config, data.end_of_text_id)
     require_plain_head(model, data.vocabulary_size)
-    pairs = find_pairs(model)
+    pairs = find_pairs(model, BALANCED_KINDS)
     optimizer_model = model.to(device)
     optimizer = build_optimizer(optimizer_model, config.optimizer)
     _check_imbalance(config, pairs, optimizer)
