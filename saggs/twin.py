@@ -32,6 +32,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _NARROW = (4, 2, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128)
 _FEW_ROWS = 64
 _MOST_HEADS = 256
+_MOST_PARAMETERS = 1_500_000_000
 
 Site = tuple[Any, str]  # an object of the configuration, and the attribute that holds a whole number
 
@@ -41,11 +42,15 @@ def indexless(name: str) -> str:
     return _INDEX.sub("#", name)
 
 
-def blocks_of(model: nn.Module) -> dict[str, list[str]]:
-    """Outermost lists of more than one module: the list's name -> the names of its members, in order."""
+def blocks_of(model: nn.Module, shortest: int = 2) -> dict[str, list[str]]:
+    """Outermost lists of `shortest` modules or more: the list's name -> the names of its members, in order."""
     found: dict[str, list[str]] = {}
     for name, module in unwrap(model).named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not any(name.startswith(f"{o}.") for o in found):
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) >= shortest
+            and not any(name.startswith(f"{o}.") for o in found)
+        ):
             found[name] = [f"{name}.{i}" for i in range(len(module))]
     return found
 
@@ -100,9 +105,9 @@ class _Search:
             built = self._built() or nn.Module()
             if value not in {len(members) for members in blocks_of(built).values()}:
                 continue
-            depth = _depth(built)
-            undo = _set(owner, key, value, value + 1)
-            counts_blocks = _depth(self._built()) > depth
+            depth = _depth(built, shortest=1)
+            undo = _set(owner, key, value, value - 1)
+            counts_blocks = 0 < _depth(self._built(), shortest=1) < depth
             undo()
             if counts_blocks:
                 self._counts.add((id(owner), key))
@@ -181,7 +186,7 @@ class _Search:
             undo = [_set(owner, key, value, choice) for owner, key in sites]
             model = self._built()
             same = model is not None and {indexless(n) for n, _ in model.named_parameters()} == self._names
-            if same and model is not None and accept(model) and (not run or self._runs(_filled(model))):
+            if same and model is not None and accept(model) and (not run or self._runs(model)):
                 return True
             for step in reversed(undo):
                 step()
@@ -217,9 +222,12 @@ class _Search:
             return None
 
     def _runs(self, model: nn.Module) -> bool:
+        if _size(model) > _MOST_PARAMETERS:
+            return False
         try:
             inputs = self._inputs or default_inputs(model)
             arguments = dict(inputs(torch.Generator().manual_seed(0), 2))
+            model = _filled(model) if any(p.is_meta for p in model.parameters()) else model
             with torch.no_grad(), _quiet():
                 self._output(model(**arguments))
         except Exception:
@@ -261,8 +269,8 @@ def _filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def _depth(model: nn.Module | None) -> int:
-    return 0 if model is None else sum(len(members) for members in blocks_of(model).values())
+def _depth(model: nn.Module | None, shortest: int = 2) -> int:
+    return 0 if model is None else sum(len(members) for members in blocks_of(model, shortest).values())
 
 
 @contextlib.contextmanager
