@@ -225,11 +225,15 @@ class Probing:
                     handle.remove()
 
     def batched_probes(self, count: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """As `probes`, many losses a backward pass: name -> (θ, dL/dθ of shape (chunk, *shape)). For small models."""
+        """As `probes`, many losses a backward pass: name -> (θ, dL/dθ of shape (chunk, *shape)). For small models.
+
+        At most half as many as the output has entries: more losses than entries depend on each other.
+        """
         outputs = self.run()
         self._require_usable(outputs)
         names, parameters = list(self.parameters), list(self.parameters.values())
         chunk = 64
+        count = min(count, max(1, outputs.numel() // 2))
         while count > 0:
             losses = torch.stack([self._cotangent(outputs) for _ in range(min(chunk, count))])
             count -= len(losses)
@@ -350,11 +354,13 @@ def charges_of(probing: Probing, probes_per_draw: int = PROBES_PER_DRAW, *, batc
         probing.draw(spread)
         if batched:
             first = 0
-            for gradients in probing.batched_probes(probes_per_draw):
-                chunk = len(next(iter(gradients.values()))[1])
-                for name, (weight, gradient) in gradients.items():
-                    sheet.add(slice(first, first + chunk), name, weight, gradient)
-                first += chunk
+            while first < probes_per_draw:
+                for gradients in probing.batched_probes(probes_per_draw - first):
+                    chunk = len(next(iter(gradients.values()))[1])
+                    for name, (weight, gradient) in gradients.items():
+                        sheet.add(slice(first, first + chunk), name, weight, gradient)
+                    first += chunk
+                probing.draw(spread)  # a model with few outputs says no more at these inputs and weights
         else:
             probing.probes(probes_per_draw, sheet.add)
     charges = tuple(torch.cat(columns) for columns in zip(*(s.charges for s in sheets), strict=True))
