@@ -154,6 +154,7 @@ class Probing:
         output: callable (result) -> tensor; the logits by default.
         samples: inputs in the batch that every probe runs on.
         seed: of everything random.
+        keep_eps: leave the norms' eps as they are; see above why they are raised.
 
     Raises:
         ValueError: a model that cannot be run, or whose output depends on no parameter.
@@ -167,6 +168,7 @@ class Probing:
         *,
         samples: int = _SAMPLES,
         seed: int = 0,
+        keep_eps: bool = False,
     ) -> None:
         source = unwrap(model)
         require_real(source)
@@ -176,7 +178,8 @@ class Probing:
         self.generator = torch.Generator().manual_seed(seed)
         self.model = copy.deepcopy(source).double().eval().cpu()
         use_plain_kernels(self.model)
-        raise_eps(self.model)
+        if not keep_eps:
+            raise_eps(self.model)
         self.parameters = named_parameters(self.model)
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from saggs.assembly import Granularity
 from saggs.certificates import CertificationError, certify, examine
 from saggs.discovery import find_pairs
+from saggs.explanation import Explanation, explain
 from saggs.layout import Layout, open_checkpoint
+from saggs.nullspace import Algebra, algebra
 from saggs.pairs import BALANCED_KINDS, ScalePair
 from saggs.pieces import Pieces, pieces_of
 from saggs.shards import CheckpointError
@@ -122,7 +124,29 @@ def examine_checkpoint(
     ]
 
 
-def _running(layout: Layout, call: Callable[[], list[T]]) -> list[T]:
+def explain_checkpoint(path: Path) -> Explanation:
+    """For every matrix and gain of a checkpoint's model: in which kinds of pairs it is, or why in none.
+
+    Raises:
+        CheckpointError, ValueError: as `pairs_of_checkpoint`.
+    """
+    layout = open_checkpoint(path)
+    model = load_model(layout)
+    return _running(layout, lambda: explain(model))
+
+
+def algebra_of_checkpoint(path: Path) -> Algebra:
+    """The exact positive rescalings of a checkpoint's model, counted from below and from above.
+
+    Raises:
+        CheckpointError, ValueError: as `pairs_of_checkpoint`.
+    """
+    layout = open_checkpoint(path)
+    model = load_model(layout)
+    return _running(layout, lambda: algebra(model))
+
+
+def _running(layout: Layout, call: Callable[[], T]) -> T:
     """Run discovery or certification; whatever the model's forward pass raises becomes a CheckpointError."""
     with _quiet():
         try:

@@ -1,4 +1,4 @@
-"""`saggs inspect`, `saggs certify`, `saggs rebalance`: a checkpoint on disk, from the command line.
+"""`saggs inspect`, `explain`, `algebra`, `certify`, `rebalance`: a checkpoint on disk, from the command line.
 
 Exit codes: 0 done; 1 a pair failed certification (certify); 2 refused or impossible, with one line on stderr that says
 why; 130 and 143 interrupted. Nothing heavy is imported before the arguments are understood.
@@ -60,6 +60,17 @@ def parser() -> argparse.ArgumentParser:
     _common(certify)
     certify.set_defaults(command=_certify)
 
+    explain = commands.add_parser("explain", help="for every matrix and gain: in which pair it is, or why in none")
+    _path(explain)
+    explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    explain.set_defaults(command=_explain)
+
+    algebra = commands.add_parser("algebra", help="count the exact rescalings, and check that none was missed")
+    _path(algebra)
+    algebra.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    algebra.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the counts and the singular values")
+    algebra.set_defaults(command=_algebra)
+
     rebalance = commands.add_parser("rebalance", help="write a balanced copy, optimizer state carried along")
     _common(rebalance)
     rebalance.add_argument("out", type=Path, metavar="OUT", help="a directory that does not exist yet")
@@ -77,8 +88,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _common(command: argparse.ArgumentParser) -> None:
+def _path(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's directory")
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    _path(command)
     command.add_argument(
         "--kinds",
         type=_kinds,
@@ -132,6 +147,26 @@ def _certify(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.path}: the model has no exact pair of the kinds {', '.join(options.kinds)}")
     _note(f"{len(examined) + len(left_out) - failed} pairs exact, {failed} failed")
     return 1 if failed else 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from saggs.checkpoint_model import explain_checkpoint
+
+    found = explain_checkpoint(options.path)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found)
+    return 0
+
+
+def _algebra(options: argparse.Namespace) -> int:
+    from saggs import report
+    from saggs.checkpoint_model import algebra_of_checkpoint
+
+    found = algebra_of_checkpoint(options.path)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found)
+    if options.plot:
+        report.plot_algebra(found, options.plot, f"Exact rescalings of {options.path.resolve().name}")
+        _note(f"{options.plot} written")
+    return 0
 
 
 def _rebalance(options: argparse.Namespace) -> int:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from saggs import relations
 from saggs.charges import SPREADS, Lines, Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
 from saggs.pairs import named_parameters, unwrap
-from saggs.relations import Relations, Side
+from saggs.relations import Relations, Side, find_relations
 from saggs.twin import blocks_of, indexless, shallow_twin, signature_of, small_twin
 from saggs.wiring import Wiring
 
@@ -80,9 +79,7 @@ def _measured(
     large = size > SMALL
     probing = Probing(model, inputs, output, samples=max(2, min(16, _TOKENS_TIMES_PARAMETERS // max(size, 1))))
     table = charges_of(probing, 2 if large else 4)
-    found = relations.relations(
-        table, None if sums is None else lambda lines: (indexless(lines.name), lines.role) in sums
-    )
+    found = find_relations(table, None if sums is None else lambda lines: (indexless(lines.name), lines.role) in sums)
     return found, probing, classify(found, probing, SPREADS[1:2] if large else SPREADS)
 
 
@@ -92,7 +89,7 @@ def _sums_of_narrow_twin(model: nn.Module, inputs: Inputs | None, output: Output
     if twin is None:
         return None
     # Lines that are equal in the twin may be sums in the model, should the twin have lost its grouped heads.
-    found = relations.relations(charges_of(Probing(twin, inputs, output)))
+    found = find_relations(charges_of(Probing(twin, inputs, output)))
     return {(indexless(s.lines.name), s.lines.role) for r in found if r.shape != "aligned" for s in r.sides}
 
 

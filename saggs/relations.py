@@ -15,7 +15,7 @@ any width, with a dozen probes, by looking for equal columns:
     aligned families    gain[j] (+ bias[j]) = Σ_m W_m[:, j]  a norm's gain and the columns of all its readers,
                         the same coefficients for every j.
 
-What a shape explains, the null space of a small model counts (`saggs.algebra`): nothing may be left over.
+What a shape explains, the null space of a small model counts (`saggs.nullspace`): nothing may be left over.
 
 A worked example, the network of `saggs.charges` with ReLU²: stretching a neuron's row by c stretches its activation by
 c², so its column must shrink by c². The exponents come out as numbers, not from a rule about ReLU².
@@ -31,7 +31,7 @@ c², so its column must shrink by c². The exponents come out as numbers, not fr
     ...         return self.down(torch.relu(self.up(x)) ** 2)
     >>> def inputs(generator, count):
     ...     return {"x": torch.randn(count, 2, generator=generator)}
-    >>> (neurons,) = relations(scale_charges(Squared(), inputs=inputs))
+    >>> (neurons,) = find_relations(scale_charges(Squared(), inputs=inputs))
     >>> for side in neurons.sides:
     ...     print(side.lines.name, side.lines.role, side.index.flatten().tolist(), "exponent", side.exponent)
     up.weight out [0, 1, 2] exponent 1
@@ -146,7 +146,7 @@ class Relations(list[Relation]):
         return torch.div(total, size.clamp_min(1e-300))
 
 
-def relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = None) -> Relations:
+def find_relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = None) -> Relations:
     """Every relation of the three shapes among the charges of a table, finest first.
 
     Args:
@@ -469,4 +469,4 @@ def _admit_comb(found: Relations, comb: Comb, families: tuple[int, int], places:
     return bool(keep)
 
 
-__all__ = ["Comb", "Relation", "Relations", "Side", "integer_null_vectors", "relations"]
+__all__ = ["Comb", "Relation", "Relations", "Side", "find_relations", "integer_null_vectors"]

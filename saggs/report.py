@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from saggs.checkpoints import PairReport
+from saggs.nullspace import Algebra
 from saggs.pairs import ScalePair
 from saggs.shards import CheckpointError
 
@@ -115,16 +116,9 @@ def plot(reports: Sequence[PairReport], target: Path, title: str) -> None:
     Raises:
         CheckpointError: no matplotlib, or a file name whose ending it does not know.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise CheckpointError("a plot needs matplotlib: pip install 'saggs[plot]'") from None
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if target.suffix[1:] not in known:
-        raise CheckpointError(f"--plot {target}: the name has to end in one of {', '.join(sorted(known))}")
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = _figure(target)
+    from matplotlib.ticker import MaxNLocator
+
     axes = figure.add_subplot()
     last = max((layer_of(report.pair) or 0 for report in reports), default=0)
     points: dict[str, dict[int, list[float]]] = {}
@@ -159,6 +153,57 @@ def plot(reports: Sequence[PairReport], target: Path, title: str) -> None:
                   textcoords="offset points", ha="right", fontsize=8, color="0.4")  # fmt: skip
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(target)
+
+
+def plot_algebra(found: Algebra, target: Path, title: str) -> None:
+    """How many generators each block has, by kind; and the singular values that separate exact from not.
+
+    Raises:
+        CheckpointError: no matplotlib, or a file name whose ending it does not know.
+    """
+    figure = _figure(target)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    blocks: dict[str, dict[str, int]] = {}
+    for (path, of_kind), count in found.by_place.items():
+        place = re.match(r"(?:.*?\.)?(\d+)(?=\.|$)", path)
+        own = blocks.setdefault(place.group(0) if place else path or "(the model)", {})
+        own[of_kind] = own.get(of_kind, 0) + count
+    bottom = [0] * len(blocks)
+    for kind, (colour, _) in _STYLES.items():
+        counts = [own.get(kind, 0) for own in blocks.values()]
+        if any(counts):
+            left.bar(range(len(blocks)), counts, bottom=bottom, color=colour, width=0.8, label=kind.replace("_", "–"))
+            bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
+    step = max(1, len(blocks) // 12)
+    names = [".".join(name.split(".")[-2:]) for name in blocks]
+    left.set_xticks(range(0, len(blocks), step), names[::step], rotation=45, ha="right", fontsize=8)
+    left.set_ylabel("exact generators")
+    left.set_title(f"{title}: {found.dimension}", fontsize=10, loc="left")
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
+    space = found.null_space
+    values = [max(v, 1e-18) for v in space.singular_values]
+    exact = len(values) - space.nullity
+    right.semilogy(range(exact), values[:exact], color="0.45", linewidth=1.5)
+    right.semilogy(range(exact, len(values)), values[exact:], color="#D55E00", linewidth=0, marker=".", markersize=3)
+    right.annotate(f"null space: {space.nullity}", (exact, values[-1]), xytext=(-6, 6),
+                   textcoords="offset points", ha="right", fontsize=8, color="#D55E00")  # fmt: skip
+    right.set_xlabel("number")
+    right.set_title(f"singular values, {space.measured_on}", fontsize=10, loc="left")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target)
+
+
+def _figure(target: Path) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CheckpointError("a plot needs matplotlib: pip install 'saggs[plot]'") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if target.suffix[1:] not in known:
+        raise CheckpointError(f"--plot {target}: the name has to end in one of {', '.join(sorted(known))}")
+    return Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
 
 
 class ProgressLine:

@@ -1,7 +1,7 @@
 """A twin: the same class built again from a smaller configuration, found by search.
 
 What can be rescaled depends on how a model is wired, not on how deep or how wide it is. So the charges of a model with
-many blocks are taken from a twin with few of them, at the real widths, and the null space (`saggs.algebra`) from one
+many blocks are taken from a twin with few of them, at the real widths, and the null space (`saggs.nullspace`) from one
 that is narrow as well. No attribute of a configuration is known here by name. Whole numbers of the configuration are
 replaced by smaller ones, one after the other, and a change is kept where the class still builds, the forward pass still
 runs, and the parameters keep their names, layer indices aside: those that number the blocks of the model make it

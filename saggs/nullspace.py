@@ -31,7 +31,7 @@ from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
 from saggs.lifting import NARROW, analyse
 from saggs.pairs import KINDS, Kind, unwrap
-from saggs.relations import EXACT, Relation, Relations, relations
+from saggs.relations import EXACT, Relation, Relations, find_relations
 from saggs.twin import small_twin
 
 _MARGIN = 40
@@ -164,7 +164,7 @@ def null_space(model: nn.Module, inputs: Inputs | None = None, output: Output | 
     source = unwrap(model)
     twin = small_twin(source, inputs, output) if sum(p.numel() for p in source.parameters()) > NARROW else None
     probing = Probing(twin if twin is not None else source, inputs, output)
-    found = relations(charges_of(probing))
+    found = find_relations(charges_of(probing))
     generators = classify(found, probing)
     families = _families(found)
     count = sum(found.lines[f].count for f in families)
