@@ -15,8 +15,8 @@ from torch import nn
 
 from saggs.charges import Lines
 from saggs.kinds import Generators
+from saggs.ledger import Side
 from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, unwrap, unwrapped_name
-from saggs.relations import Side
 from saggs.wiring import Wiring
 
 Granularity = Literal["matrix", "head", "channel"]

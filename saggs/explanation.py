@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from saggs.charges import Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators
+from saggs.ledger import Relations
 from saggs.lifting import NARROW, analyse
 from saggs.pairs import canonical_names, named_parameters, unwrap
-from saggs.relations import Relations, find_relations
+from saggs.relations import find_relations
 from saggs.twin import indexless, small_twin
 
 _PROBES_PER_DRAW = 40

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from saggs.charges import SPREADS, Probing
+from saggs.ledger import Relation, Relations, Side
 from saggs.pairs import Kind
-from saggs.relations import Relation, Relations, Side
 
 _PROBES_PER_DRAW = 2
 _MIXED = 1e-7

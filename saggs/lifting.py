@@ -18,8 +18,9 @@ from torch import nn
 from saggs.charges import SPREADS, Lines, Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
+from saggs.ledger import Relations, Side
 from saggs.pairs import named_parameters, unwrap
-from saggs.relations import Relations, Side, find_relations
+from saggs.relations import find_relations
 from saggs.twin import blocks_of, indexless, shallow_twin, signature_of, small_twin
 from saggs.wiring import Wiring
 

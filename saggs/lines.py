@@ -73,7 +73,7 @@ class Powers:
         return self._table.on(device)
 
 
-class Lines:
+class CompiledLines:
     """The slices of one parameter, none overlapping, compiled.
 
     Args:

@@ -29,9 +29,10 @@ from saggs.assembly import assembled
 from saggs.charges import SPREADS, ChargeTable, Lines, Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
+from saggs.ledger import EXACT, Relation, Relations
 from saggs.lifting import NARROW, analyse
 from saggs.pairs import KINDS, Kind, unwrap
-from saggs.relations import EXACT, Relation, Relations, find_relations
+from saggs.relations import find_relations
 from saggs.twin import small_twin
 
 _MARGIN = 40

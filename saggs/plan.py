@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from saggs import transport
-from saggs.lines import NARROW, Constant, Lines, Moving, Powers, multiply, shift_gain
+from saggs.lines import NARROW, CompiledLines, Constant, Moving, Powers, multiply, shift_gain
 from saggs.objective import Terms
 from saggs.overlaps import disjoint_rounds
 from saggs.pairs import ParameterSlice, ScalePair, parameter_of
@@ -49,7 +49,7 @@ class Round:
                 self._parts.setdefault(part.name, []).append((index, part))
         numbers = {name: [self.terms.number(*item) for item in parts] for name, parts in self._parts.items()}
         self._lines = {
-            name: Lines(parts, shapes[name], numbers[name], len(self.pairs))
+            name: CompiledLines(parts, shapes[name], numbers[name], len(self.pairs))
             for name, parts in self._parts.items()
             if len(parts) > VIEWS
         }

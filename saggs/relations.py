@@ -47,103 +47,17 @@ pair from an MLP's, and delimits heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from saggs.charges import ChargeTable, Lines
+from saggs.combs import find_equal_sums
+from saggs.ledger import EXACT, Relation, Relations, Side, admit, crosses
 
-EXACT = 1e-9
 _LARGEST_EXPONENT = 8
-_DEAD = 1e-12
-_WIDE = 512
-
-
-@dataclass(frozen=True)
-class Side:
-    """The lines of one family that a relation's generators move, and by which power.
-
-    Attributes:
-        lines: the family.
-        index: which of its lines, shape (generators, terms).
-        exponent: each is multiplied by factor ** exponent.
-    """
-
-    lines: Lines
-    index: Tensor
-    exponent: int
-
-
-@dataclass(frozen=True)
-class Relation:
-    """Generators of one shape: the g-th multiplies line index[g, t] of every side by factor ** exponent.
-
-    Attributes:
-        sides: positive exponents first.
-        residual: largest |Σ a_i q_i| of a generator relative to its largest charge, over all probes.
-        shape: "lines", "comb" or "aligned".
-        heads: how many lines of a comb's many side are added a group (1 where there are as many heads as groups).
-        stride: from one head's line to the next.
-        offset: from one rotary channel to its partner; 0 without rotary positions.
-    """
-
-    sides: tuple[Side, ...]
-    residual: float
-    shape: str
-    heads: int = 1
-    stride: int = 0
-    offset: int = 0
-
-    @property
-    def count(self) -> int:
-        """How many generators."""
-        return len(self.sides[0].index)
-
-
-class Relations(list[Relation]):
-    """The relations that were found, and what became of every line.
-
-    Attributes:
-        explained: for each family of lines, which of them take part in a relation.
-        exercised: which of them have a charge at all; the others were reached by no probe, or do nothing.
-    """
-
-    def __init__(self, table: ChargeTable) -> None:
-        super().__init__()
-        self.lines = table.lines
-        scale = torch.stack([c.abs().amax(dim=1) for c in table.charges]).amax(dim=0).clamp_min(1e-300)
-        # One scale a probe for all lines: relations are kept, and no draw of the weights drowns another.
-        self.charges = tuple(c / scale[:, None] for c in table.charges)
-        self.norms = tuple(c.norm(dim=0) for c in self.charges)
-        self.exercised = tuple(n > _DEAD for n in self.norms)
-        self.explained = tuple(torch.zeros(f.count, dtype=torch.bool) for f in self.lines)
-        self._position = {f.key: i for i, f in enumerate(self.lines)}
-
-    def position(self, lines: Lines) -> int:
-        """Where a family stands in `lines`."""
-        return self._position[lines.key]
-
-    def free(self, family: int) -> Tensor:
-        """Lines of a family that are exercised and not explained yet, as a mask."""
-        return torch.logical_and(self.exercised[family], ~self.explained[family])
-
-    def admit(self, relation: Relation) -> None:
-        """Take a relation in: its lines are explained. A gain explained as 1 + w is so as w, and the reverse."""
-        self.append(relation)
-        for side in relation.sides:
-            for family, lines in enumerate(self.lines):
-                if lines.name == side.lines.name and lines.dims == side.lines.dims:
-                    self.explained[family][side.index.flatten()] = True
-
-    def residual_of(self, sides: Iterable[tuple[int, Tensor, int]]) -> Tensor:
-        """|Σ a_i q_i| / largest |a_i q_i| of every generator, shape (generators,); sides as (family, index, a)."""
-        parts = [a * self.charges[f][:, index].sum(dim=-1) for f, index, a in sides]
-        total = torch.stack(parts).sum(dim=0).norm(dim=0)
-        size = torch.stack([p.norm(dim=0) for p in parts]).amax(dim=0)
-        return torch.div(total, size.clamp_min(1e-300))
 
 
 def find_relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = None) -> Relations:
@@ -156,7 +70,7 @@ def find_relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = 
     found = Relations(table)
     _aligned_families(found)
     _equal_lines(found)
-    _equal_sums(found, summed or (lambda lines: True))
+    find_equal_sums(found, summed or (lambda lines: True))
     return found
 
 
@@ -272,23 +186,13 @@ def _equal_lines(found: Relations) -> None:
     for (first, second, p, q), matches in pairs.items():
         if found.lines[first].role == "in" and found.lines[second].role != "in":
             first, second, p, q, matches = second, first, q, p, [(b, a) for a, b in matches]
-        if _crosses(found.lines[first], found.lines[second]):
+        if crosses(found.lines[first], found.lines[second]):
             continue
         index = torch.tensor(sorted(matches))
         sides = ((first, index[:, :1], p), (second, index[:, 1:], -q))
         good = found.residual_of(sides) <= EXACT
         if bool(good.any()):
-            _admit(found, [(f, i[good], a) for f, i, a in sides], "lines")
-
-
-def _crosses(first: Lines, second: Lines) -> bool:
-    """Rows against columns of one matrix, or w against 1 + w: equal where one line alone is alive, which is trivial."""
-    return first.name == second.name and first.key != second.key
-
-
-def _admit(found: Relations, sides: Sequence[tuple[int, Tensor, int]], shape: str, **form: int) -> None:
-    residual = float(found.residual_of(sides).max())
-    found.admit(Relation(tuple(Side(found.lines[f], i, a) for f, i, a in sides), residual, shape, **form))
+            admit(found, [(f, i[good], a) for f, i, a in sides], "lines")
 
 
 def _numbered(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -318,155 +222,4 @@ def _runs(sorted_labels: Tensor) -> list[tuple[int, int]]:
     return list(zip(bounds[:-1][wide].tolist(), bounds[1:][wide].tolist(), strict=True))
 
 
-# --- equal sums -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comb:
-    """A hypothesis: `heads` lines, `stride` apart, each with a rotary partner `offset` away (0: none), against one."""
-
-    heads: int
-    stride: int
-    offset: int
-
-    def teeth(self) -> list[int]:
-        """Where the lines of the many side stand, counted from the first."""
-        return [h * self.stride + p for h in range(self.heads) for p in self.single()]
-
-    def single(self) -> list[int]:
-        """Where those of the one head stand that the many share."""
-        return [0, self.offset] if self.offset else [0]
-
-
-class _Row:
-    """The free lines of all families in one row of numbers: a sum of charges becomes a sum of their projections.
-
-    Two equal sums are two equal numbers, so that a hypothesis is tried on all lines of all families by adding the row
-    to itself, shifted, and by sorting. What agrees in one projection is then compared on every probe.
-    """
-
-    def __init__(self, found: Relations, summed: Callable[[Lines], bool]) -> None:
-        self.found = found
-        self.families = [
-            f for f, lines in enumerate(found.lines) if lines.count > 1 and bool(found.free(f).any()) and summed(lines)
-        ]
-        generator = torch.Generator().manual_seed(2)
-        direction = torch.randn(found.charges[0].shape[0], generator=generator, dtype=torch.float64)
-        counts = torch.tensor([found.lines[f].count for f in self.families], dtype=torch.int64)
-        self.family = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        self.line = torch.cat([torch.arange(n) for n in counts.tolist()]) if len(counts) else counts
-        self.left_over = torch.repeat_interleave(counts, counts) - self.line  # lines to the family's end, this included
-        self.key = torch.cat([direction @ found.charges[f] for f in self.families]) if len(counts) else counts.double()
-        self.refresh()
-        alive = self.key[self.free].abs()
-        self.tolerance = 1e-9 * max(float(alive.median()) if len(alive) else 0.0, 1e-300)
-
-    def refresh(self) -> None:
-        """After lines were explained."""
-        free = [self.found.free(f) for f in self.families]
-        self.free = torch.cat(free) if free else torch.zeros(0, dtype=torch.bool)
-
-    def pairs(self, offset: int) -> tuple[Tensor, Tensor]:
-        """(sum, whether it exists) of every line with its partner `offset` further."""
-        if not offset:
-            return self.key, self.free
-        return self.key + _shifted(self.key, offset), self.free & _shifted(self.free, offset) & (
-            self.left_over > offset
-        )
-
-
-def _shifted(row: Tensor, by: int) -> Tensor:
-    """`row` moved to the left; zeros (False) come in."""
-    return torch.cat([row[by:], torch.zeros(min(by, len(row)), dtype=row.dtype)])
-
-
-def _equal_sums(found: Relations, summed: Callable[[Lines], bool]) -> None:
-    """Combs: the lines of a group's heads, with their rotary partners, against those of the one head they share."""
-    row = _Row(found, summed)
-    counts = sorted({found.lines[f].count for f in row.families})
-    strides = sorted({d for n in counts for d in range(1, n + 1) if n % d == 0})
-    if max(counts, default=0) > _WIDE:
-        strides = [d for d in strides if 8 <= d <= _WIDE]
-    for offset in _offsets(counts, strides):
-        if not bool(row.free.any()):
-            break
-        # Without partners first: a rotary pair is only what no single channel explains.
-        if offset:
-            _try_comb(row, Comb(1, 0, offset), *row.pairs(offset))
-        for stride in strides:
-            if 2 * offset > stride:
-                continue
-            total, exists = row.pairs(offset)
-            single, single_exists = total, exists
-            for heads in range(2, max(counts) // stride + 1):
-                by = (heads - 1) * stride
-                total = total + _shifted(single, by)
-                exists = exists & _shifted(single_exists, by) & (row.left_over > by + offset)
-                if not bool(exists.any()):
-                    break
-                if _try_comb(row, Comb(heads, stride, offset), total, exists):
-                    exists = exists & row.free
-                    single_exists = row.pairs(offset)[1]
-
-
-def _offsets(counts: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Distances of rotary partners, 0 (none) first: all of them, or in wide models those that are in use.
-
-    Those are 1 (interleaved) and half of a head's rotated channels (half-split): all of them, or of the head a multiple
-    of an eighth.
-    """
-    widest = max(counts, default=0)
-    if widest <= _WIDE:
-        return list(range(widest // 2 + 1))
-    halves = [d // 2 for d in strides if d % 2 == 0]
-    parts = [d * j // 16 for d in strides if d % 16 == 0 for j in range(1, 8)]
-    return list(dict.fromkeys([0, 1, *halves, *parts]))
-
-
-def _try_comb(row: _Row, comb: Comb, many: Tensor, exists: Tensor) -> bool:
-    """Admit every match of one hypothesis, between any two families; whether there was one."""
-    few, few_exists = row.pairs(comb.offset)
-    left, right = exists.nonzero().flatten(), few_exists.nonzero().flatten()
-    if not len(left) or not len(right):
-        return False
-    order = torch.argsort(few[right])
-    right = right[order]
-    keys = few[right]
-    low = torch.searchsorted(keys, many[left] - row.tolerance)
-    high = torch.searchsorted(keys, many[left] + row.tolerance)
-    matches: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for hit in (high - low > (1 if comb.heads == 1 else 0)).nonzero().flatten().tolist():
-        x = int(left[hit])
-        for y in right[low[hit] : high[hit]].tolist():
-            if x != y and (comb.heads > 1 or x < y):
-                families = row.families[int(row.family[x])], row.families[int(row.family[y])]
-                matches.setdefault(families, []).append((int(row.line[x]), int(row.line[y])))
-    admitted = False
-    for families, places in matches.items():
-        if not _crosses(*(row.found.lines[f] for f in families)):
-            admitted |= _admit_comb(row.found, comb, families, places)
-    if admitted:
-        row.refresh()
-    return admitted
-
-
-def _admit_comb(found: Relations, comb: Comb, families: tuple[int, int], places: list[tuple[int, int]]) -> bool:
-    """Admit those matches that hold on every probe, each line once; whether there was one."""
-    first, second = families
-    starts = torch.tensor(sorted(places))
-    left, right = starts[:, :1] + torch.tensor(comb.teeth()), starts[:, 1:] + torch.tensor(comb.single())
-    good = found.residual_of(((first, left, 1), (second, right, -1))) <= EXACT
-    keep: list[int] = []
-    taken: set[tuple[int, int]] = set()
-    for place in good.nonzero().flatten().tolist():
-        uses = [(first, i) for i in left[place].tolist()] + [(second, i) for i in right[place].tolist()]
-        if len(set(uses)) == len(uses) and taken.isdisjoint(uses) and all(bool(found.free(f)[i]) for f, i in uses):
-            keep.append(place)
-            taken.update(uses)
-    if keep:
-        form = {"heads": comb.heads, "stride": comb.stride, "offset": comb.offset}
-        _admit(found, [(first, left[keep], 1), (second, right[keep], -1)], "comb", **form)
-    return bool(keep)
-
-
-__all__ = ["Comb", "Relation", "Relations", "Side", "find_relations", "integer_null_vectors"]
+__all__ = ["find_relations", "integer_null_vectors"]
