@@ -12,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import nn
 
 from saggs.assembly import GRANULARITIES, Granularity, assembled
+from saggs.cache import cached
 from saggs.certificates import CertificationError, examine
 from saggs.inputs import Inputs, Output
-from saggs.lifting import analyse
+from saggs.lifting import Analysis, analyse
 from saggs.pairs import KINDS, ScalePair
 
 
@@ -28,6 +30,8 @@ def find_pairs(
     granularity: Granularity = "matrix",
     inputs: Inputs | None = None,
     output: Output | None = None,
+    *,
+    cache: Path | None = None,
 ) -> list[ScalePair]:
     """The exact pairs of a model, each certified on this very model; empty where it has none.
 
@@ -38,6 +42,8 @@ def find_pairs(
             exact one (a rotary pair of channels, a neuron, a gain).
         inputs: callable (generator, count) -> keyword arguments; random tokens for a causal language model.
         output: callable (result) -> tensor; the logits by default.
+        cache: a directory that keeps what was found for later processes (see `saggs.cache`); what is kept is certified
+            anew all the same.
 
     Raises:
         ValueError: an unknown kind or granularity, or a model that cannot be run.
@@ -48,14 +54,14 @@ def find_pairs(
     chosen = _check_kinds(kinds)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r}: choose from {', '.join(GRANULARITIES)}")
-    analysis = analyse(model, inputs, output)
-    generators = [g for g in analysis.generators if g.kind in chosen]
-    candidates = assembled(model, analysis.wiring, generators, "matrix")
-    results = _with_signs(model, candidates, inputs, output)
+    propose = _Proposals(model, inputs, output, cache)
+    results = _with_signs(model, propose.pairs("matrix", chosen), inputs, output)
     if granularity != "matrix":  # what signs are allowed is a matter of the matrices: it is asked of them
         signs = {_matrices(p): p.signs for p in results if isinstance(p, ScalePair)}
-        finer = assembled(model, analysis.wiring, generators, granularity)
-        finer = [dataclasses.replace(p, signs=signs.get(_matrices(p), "positive")) for p in finer]
+        finer = [
+            dataclasses.replace(p, signs=signs.get(_matrices(p), "positive"))
+            for p in propose.pairs(granularity, chosen)
+        ]
         results = examine(model, finer, inputs, output)
     found: list[ScalePair] = []
     for examined in results:
@@ -73,6 +79,27 @@ def _check_kinds(kinds: Sequence[str]) -> set[str]:
     if unknown or not kinds:
         raise ValueError(f"kinds={list(kinds)!r}: choose from {', '.join(KINDS)}")
     return set(kinds)
+
+
+class _Proposals:
+    """Candidates of a model, analysed once, or not at all where the cache knows it."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs | None, output: Output | None, cache: Path | None) -> None:
+        self._model, self._inputs, self._output, self._cache = model, inputs, output, cache
+        self._analysis: Analysis | None = None
+
+    def pairs(self, granularity: Granularity, kinds: set[str]) -> list[ScalePair]:
+        """Those of some kinds, without certificates."""
+        if self._inputs is None and self._output is None:
+            found = cached(self._model, granularity, self._cache, lambda: self._assembled(granularity))
+        else:
+            found = self._assembled(granularity)
+        return [pair for pair in found if pair.kind in kinds]
+
+    def _assembled(self, granularity: Granularity) -> list[ScalePair]:
+        if self._analysis is None:
+            self._analysis = analyse(self._model, self._inputs, self._output)
+        return assembled(self._model, self._analysis.wiring, self._analysis.generators, granularity)
 
 
 def _matrices(pair: ScalePair) -> tuple[str, frozenset[str]]:

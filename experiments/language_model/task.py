@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def prepare(config: Config) -> Prepared:
     data = load_data(config)
     model = build_model(config, data.end_of_text_id)
     require_plain_head(model, data.vocabulary_size)
-    pairs = find_pairs(model, BALANCED_KINDS)
+    pairs = find_pairs(model, BALANCED_KINDS, cache=Path(config.paths.outputs) / "pairs")
     optimizer_model = model.to(device)
     optimizer = build_optimizer(optimizer_model, config.optimizer)
     _check_imbalance(config, pairs, optimizer)
