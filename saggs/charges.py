@@ -59,7 +59,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -217,12 +217,12 @@ class Probing:
         outputs = self.run()
         self._require_usable(outputs)
         for probe in range(count):
-            handles = [
-                parameter.register_post_accumulate_grad_hook(_handing_over(probe, name, consume))  # type: ignore[no-untyped-call]
-                for name, parameter in self.parameters.items()
-            ]
+            handles = []
+            for name, parameter in self.parameters.items():
+                attach: Callable[[Callable[[Tensor], None]], Any] = parameter.register_post_accumulate_grad_hook
+                handles.append(attach(_handing_over(probe, name, consume)))
             try:
-                outputs.backward(self._cotangent(outputs), retain_graph=probe + 1 < count)  # type: ignore[no-untyped-call]
+                torch.autograd.backward(outputs, self._cotangent(outputs), retain_graph=probe + 1 < count)
             finally:
                 for handle in handles:
                     handle.remove()

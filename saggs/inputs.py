@@ -1,8 +1,8 @@
 """Inputs to run a model on, and which tensor of its result counts.
 
 Functions that must run a model take `inputs`, a callable of a generator and a count that returns keyword arguments
-for that many samples, and `output`, a callable of the result that returns the tensor to compare. A causal language
-model has natural defaults; any other module has to say.
+for that many samples, and `output`, a callable of the result that returns the tensor to compare. A model with a
+configuration has natural defaults; any other module has to say.
 """
 
 from __future__ import annotations
@@ -22,20 +22,38 @@ _TOKENS = 16
 
 
 def default_inputs(model: nn.Module) -> Inputs:
-    """Random token sequences for a causal language model; a ValueError for any other module."""
+    """Random inputs for a model that says what it takes; a ValueError for any other module.
+
+    Token sequences for a language model (a causal one, a masked one, an encoder with a decoder), noise for a model of
+    pictures: by the arguments of its forward pass and the sizes in its configuration.
+    """
     config = getattr(model, "config", None)
+    accepted = inspect.signature(model.forward).parameters
     vocabulary = getattr(config, "vocab_size", None)
-    if not isinstance(vocabulary, int) or "input_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{type(model).__name__} is not a causal language model with a configuration; pass inputs=, a callable of "
-            "(generator, count) that returns the keyword arguments of a forward pass"
-        )
-    length = min(_TOKENS, int(getattr(config, "max_position_embeddings", None) or _TOKENS))
+    if isinstance(vocabulary, int) and "input_ids" in accepted:
+        length = min(_TOKENS, int(getattr(config, "max_position_embeddings", None) or _TOKENS))
+        ids = ("input_ids", "decoder_input_ids") if getattr(config, "is_encoder_decoder", False) else ("input_ids",)
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        flags = {"use_cache": False} if "use_cache" in accepted or takes_any else {}
 
-    def inputs(generator: torch.Generator, count: int) -> Mapping[str, Any]:
-        return {"input_ids": torch.randint(0, vocabulary, (count, length), generator=generator), "use_cache": False}
+        def tokens(generator: torch.Generator, count: int) -> Mapping[str, Any]:
+            drawn = {name: torch.randint(0, vocabulary, (count, length), generator=generator) for name in ids}
+            return {**drawn, **flags}
 
-    return inputs
+        return tokens
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(size, int) and isinstance(channels, int) and "pixel_values" in accepted:
+
+        def pictures(generator: torch.Generator, count: int) -> Mapping[str, Any]:
+            noise = torch.randn(count, channels, size, size, generator=generator, dtype=torch.float64)
+            return {"pixel_values": noise.to(next(model.parameters()).dtype)}
+
+        return pictures
+    raise ValueError(
+        f"{type(model).__name__} does not say what it takes (a configuration with vocab_size and a forward pass with "
+        "input_ids, or image_size and pixel_values); pass inputs=, a callable of (generator, count) that returns the "
+        "keyword arguments of a forward pass"
+    )
 
 
 def default_output(result: Any) -> Tensor:

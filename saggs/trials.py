@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ class Trial:
             for unit in [[i] for i in members] if apart else [members]:
                 some = unit[:: max(1, len(unit) // _CONTROLS_ONE_BY_ONE)]
                 scalings = [(pairs[i].left, FACTORS[0]) for i in some]
-                change = self._change(lambda s=scalings: self._scale(s))  # type: ignore[misc]
+                change = self._change(partial(self._scale, scalings))
                 if not change > CONTROL:  # what a later norm divides out: every other entry is not divided out
-                    change = self._change(lambda s=scalings: self._scale(s, every_other=True))  # type: ignore[misc]
+                    change = self._change(partial(self._scale, scalings, every_other=True))
                 for i in unit:
                     controls[i] = change
         return controls
@@ -151,7 +152,7 @@ class Trial:
         residual = 0.0
         for factors in trials:
             scales = torch.tensor(factors, dtype=torch.float64)
-            residual = max(residual, self._change(lambda s=scales: apply(plan, s, self._parameters)))  # type: ignore[misc]
+            residual = max(residual, self._change(partial(apply, plan, scales, self._parameters)))
             if not residual <= tolerance:
                 middle = len(pairs) // 2
                 return [
@@ -177,7 +178,7 @@ class Trial:
     ) -> float | CertificationError:
         residual = 0.0
         for factor in factors_of(pair):
-            change = self._change(lambda f=factor: self._scale([(pair.slices, f)]))  # type: ignore[misc]
+            change = self._change(partial(self._scale, [(pair.slices, factor)]))
             if not change <= tolerance:
                 return CertificationError(
                     f"{pair} is not exact: factor {factor:g} changes the outputs by {change:.1e} {where} (relative; "

@@ -20,6 +20,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,8 @@ class _Search:
             for together in [sites, *([site] for site in sites if len(sites) > 1)]:
                 smaller = [n for n in _NARROW if n < value and self._keeps_ratios(together[0], n)]
                 choices = [n for n in smaller if n not in taken] + [n for n in smaller if n in taken]
-                size = _size(self._built())
-                if self._try(together, value, choices, lambda m, size=size: _size(m) <= size):  # type: ignore[misc]
+                no_larger = partial(_is_no_larger, _size(self._built()))
+                if self._try(together, value, choices, no_larger):
                     taken.add(getattr(*together[0]))
                     break
 
@@ -267,6 +268,10 @@ def _filled(model: nn.Module) -> nn.Module:
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.zero_()
     return model
+
+
+def _is_no_larger(size: int, model: nn.Module) -> bool:
+    return _size(model) <= size
 
 
 def _depth(model: nn.Module | None, shortest: int = 2) -> int:
