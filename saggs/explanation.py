@@ -165,7 +165,7 @@ class _Reference:
             return "unknown: no probe reached it"
         if len(uses) > 1:
             return f"tied: it is {' and '.join(uses)} at once; what scales the one use breaks the other"
-        if (change := self._trial.change(self._found.lines[family].name)) < _FREE:
+        if (change := self._trial.change_if_free(self._found.lines[family].name)) is not None:
             return f"scale-free: a norm divides its scale out, up to the norm's eps (approximate: {change:.0e})"
         partner, off = self._nearest(family)
         if partner is None or off > _FAR:
@@ -196,7 +196,10 @@ class _Reference:
 
 
 class _Free:
-    """What scaling one whole parameter changes, at the weights of the model and at its own eps."""
+    """What scaling one whole parameter changes, at the weights of the model and at its own eps.
+
+    It is free where that is next to nothing beside what scaling every other entry changes.
+    """
 
     def __init__(self, model: nn.Module, inputs: Inputs | None, output: Output | None) -> None:
         self._probing = Probing(model, inputs, output, samples=2, keep_eps=True)
@@ -205,25 +208,26 @@ class _Free:
             for name, parameter in self._probing.parameters.items():
                 parameter.copy_(weights[name])
             self._before = self._probing.run()
-        self._known: dict[str, float] = {}
+        self._known: dict[str, float | None] = {}
 
-    def change(self, name: str) -> float:
-        """Relative to the largest output; 1 where nothing can be told."""
+    def change_if_free(self, name: str) -> float | None:
+        """The change relative to the largest output; None where the parameter's scale matters."""
         if name not in self._known:
-            self._known[name] = self._measure(self._probing.parameters, name)
+            whole = self._measure(self._probing.parameters, name, 1)
+            free = whole < _FREE * self._measure(self._probing.parameters, name, 2)
+            self._known[name] = whole if free else None
         return self._known[name]
 
-    def _measure(self, parameters: Mapping[str, nn.Parameter], name: str) -> float:
+    def _measure(self, parameters: Mapping[str, nn.Parameter], name: str, step: int) -> float:
         moved = [parameters[n] for n in (name, self._probing.wiring.bias.get(name)) if n is not None]
         kept: list[Tensor] = copy.deepcopy([p.detach() for p in moved])
         with torch.no_grad():
             for parameter in moved:
-                parameter.mul_(_FACTOR)
+                parameter.view(-1)[::step].mul_(_FACTOR)
             after = self._probing.run()
             for parameter, before in zip(moved, kept, strict=True):
                 parameter.copy_(before)
-        change = float((after - self._before).abs().max() / self._before.abs().max().clamp_min(1e-300))
-        return change if change > 0 else 1.0
+        return float((after - self._before).abs().max() / self._before.abs().max().clamp_min(1e-300))
 
 
 __all__ = ["Explanation", "Reason", "explain"]
