@@ -13,6 +13,7 @@ The answer is measured, not looked up. A side without a pair is one of these:
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -175,6 +176,9 @@ class _Reference:
                 "entry": "no partner: what it scales has a reader that cannot scale back (a tied head, the residual "
                 "stream behind a post-norm), or is divided out",
             }[role]
+        if self._indexless:  # a block of the twin stands for this parameter's own
+            numbers = iter(re.findall(r"(?<=\.)\d+(?=\.)", name))
+            partner = re.sub("#", lambda _: next(numbers, "#"), indexless(partner))
         return (
             f"near miss: {partner} differs by {off:.1e}; what lies between is not homogeneous (GELU, a gate), or has "
             "another reader"

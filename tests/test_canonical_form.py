@@ -26,7 +26,7 @@ from torch import Tensor
 
 import saggs
 from saggs import ScalePair
-from saggs.pairs import named_parameters
+from saggs.pairs import BALANCED_KINDS, named_parameters
 from saggs.precision import float64_everywhere
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -42,7 +42,7 @@ def warm_state(model_name: str, optimizer_name: str) -> tuple[Any, torch.optim.O
     model = MODELS[model_name]()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     train(model, optimizer, 5)
-    return model, optimizer, saggs.find_pairs(model)
+    return model, optimizer, saggs.find_pairs(model, BALANCED_KINDS)
 
 
 def differences(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[str]:
@@ -109,7 +109,7 @@ def test_norms_without_biases_keep_rebalanced_runs_together_and_norms_with_them_
         model = tiny_gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-30)
         train(model, optimizer, 5)
-        pairs = saggs.find_pairs(model)
+        pairs = saggs.find_pairs(model, BALANCED_KINDS)
         other, other_optimizer = twin(model, optimizer)
         saggs.inject_imbalance(other, pairs, 37.0, other_optimizer)
         used = counting_biases(pairs) if with_biases else pairs
@@ -167,7 +167,7 @@ def broken_in_the_library() -> int:
 def test_hard_balancing_is_idempotent_to_rounding(model_name: str, dtype: torch.dtype) -> None:
     """Only to rounding: the norms of the balanced weights agree to a few units in the last place, not exactly."""
     model = MODELS[model_name]().to(dtype)
-    pairs = saggs.find_pairs(model)
+    pairs = saggs.find_pairs(model, BALANCED_KINDS)
     first = saggs.balance(model, pairs)
     before = snapshot(model)
     second = saggs.balance(model, pairs)
@@ -182,7 +182,7 @@ def test_hard_balancing_is_idempotent_to_rounding(model_name: str, dtype: torch.
 def test_damped_balancing_shrinks_the_log_gap_by_one_minus_alpha(alpha: float) -> None:
     """c^alpha multiplies log(|A| / |B|) by 1 - alpha, to rounding, each time it is applied."""
     model = tiny_llama().double()
-    pairs = saggs.find_pairs(model)
+    pairs = saggs.find_pairs(model, BALANCED_KINDS)
     saggs.inject_imbalance(model, pairs, saggs.log_uniform_factors(len(pairs), 50.0, seed=4))
     for _ in range(3):
         gap = saggs.log2_norm_ratios(model, pairs)
@@ -197,7 +197,7 @@ def test_damped_balancing_shrinks_the_log_gap_by_one_minus_alpha(alpha: float) -
 def test_damped_balancing_never_reaches_the_canonical_form_and_hard_balancing_does_at_once(damping: float) -> None:
     """After ten rounds (2^5 A, B / 2^5) still has (1 - alpha)^10 of its gap: 0.7^10 = 0.028 of ten octaves."""
     model = tiny_llama().double()
-    pairs = saggs.find_pairs(model)
+    pairs = saggs.find_pairs(model, BALANCED_KINDS)
     other, _ = twin(model, torch.optim.SGD(model.parameters()))
     saggs.inject_imbalance(other, pairs, 32.0)
     for _ in range(10):
@@ -223,7 +223,7 @@ def test_rebalancing_from_an_unbalanced_start_repeats_the_balanced_run_bit_for_b
         for rebalanced in (True, False):
             model = MODELS[model_name]()
             optimizer = OPTIMIZERS["adamw_fused"](model.parameters())
-            pairs = saggs.find_pairs(model)
+            pairs = saggs.find_pairs(model, BALANCED_KINDS)
             saggs.balance(model, pairs)
             if start == "unbalanced":
                 saggs.inject_imbalance(model, pairs, 32.0)
@@ -244,7 +244,7 @@ def test_a_first_balancing_after_the_first_step_comes_too_late() -> None:
     for factor in (1.0, 32.0):
         model = tiny_llama()
         optimizer = OPTIMIZERS["adamw_fused"](model.parameters())
-        pairs = saggs.find_pairs(model)
+        pairs = saggs.find_pairs(model, BALANCED_KINDS)
         saggs.balance(model, pairs)
         saggs.inject_imbalance(model, pairs, factor)
         train(model, optimizer, 1)

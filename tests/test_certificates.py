@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import saggs
 from saggs import CertificationError, ParameterSlice, ScalePair
-from saggs.discovery import declared_pairs
+from declared import declared_pairs
 
 
 def edited(pair: ScalePair, edit: Callable[[ParameterSlice], ParameterSlice | None], side: str = "both") -> ScalePair:
