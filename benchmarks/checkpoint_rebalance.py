@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from experiments.files import write_json  # noqa: E402
-from saggs import ScalePair, checkpoints, find_pairs  # noqa: E402
-from saggs.output_directory import sync_directory  # noqa: E402
+from saggs import ScalePair, find_pairs  # noqa: E402
+from saggs.checkpoints import operations as checkpoints  # noqa: E402
+from saggs.checkpoints.output_directory import sync_directory  # noqa: E402
 from saggs.pairs import BALANCED_KINDS  # noqa: E402
 
 CASES: tuple[tuple[torch.dtype, checkpoints.Factors], ...] = (

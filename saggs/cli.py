@@ -150,7 +150,7 @@ def _certify(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from saggs.checkpoint_model import explain_checkpoint
+    from saggs.checkpoints.model import explain_checkpoint
 
     found = explain_checkpoint(options.path)
     print(json.dumps(found.to_json(), indent=1) if options.json else found)
@@ -159,7 +159,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _algebra(options: argparse.Namespace) -> int:
     from saggs import report
-    from saggs.checkpoint_model import algebra_of_checkpoint
+    from saggs.checkpoints.model import algebra_of_checkpoint
 
     found = algebra_of_checkpoint(options.path)
     print(json.dumps(found.to_json(), indent=1) if options.json else found)

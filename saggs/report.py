@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from saggs.checkpoints import PairReport
+from saggs.checkpoints.operations import PairReport
+from saggs.checkpoints.shards import CheckpointError
 from saggs.nullspace import Algebra
 from saggs.pairs import ScalePair
-from saggs.shards import CheckpointError
 
 # Okabe and Ito's colours, told apart by every common kind of colour vision; the markers differ too.
 _STYLES = {

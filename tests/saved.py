@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import saggs
 from saggs import ScalePair, find_pairs
-from saggs.layout import Layout
+from saggs.checkpoints.layout import Layout
 from saggs.pairs import BALANCED_KINDS
 
 BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "biased_llama": biased_llama}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from saggs import ParameterSlice, ScalePair
-from saggs.cells import CellPlan, scale_rows
-from saggs.shards import CheckpointError
+from saggs.checkpoints.cells import CellPlan, scale_rows
+from saggs.checkpoints.shards import CheckpointError
 
 
 def part(name: str, *ranges: tuple[int, int] | None, exponent: int = 1, **more: int) -> ParameterSlice:
@@ -143,7 +143,7 @@ def test_multipliers_are_what_slice_after_slice_gives(name: str, degree: int) ->
 
 def test_pairs_that_share_nothing_need_no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that do, do: the control."""
-    monkeypatch.setattr("saggs.cells._SWEEPS", 0)
+    monkeypatch.setattr("saggs.checkpoints.cells._SWEEPS", 0)
     for name, pairs in CASES.items():
         assert len(factors_of(pairs, weights_of())) == len(CASES[name])
     for pairs in SHARED.values():

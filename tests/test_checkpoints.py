@@ -19,8 +19,8 @@ from saved import contents, imbalanced, known_pairs, largest_gap, load, logits, 
 from torch import Tensor
 
 import saggs
-from saggs import checkpoints, shards
-from saggs.checkpoints import CheckpointError, inspect_checkpoint, rebalance_checkpoint
+from saggs.checkpoints import CheckpointError, inspect_checkpoint, rebalance_checkpoint, shards
+from saggs.checkpoints import operations as checkpoints
 from saggs.pairs import named_parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

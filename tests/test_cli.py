@@ -14,7 +14,9 @@ from models import tiny_gpt2
 from saved import contents, imbalanced, known_pairs, logits, pairs_of, save
 
 import saggs
-from saggs import checkpoint_model, checkpoints, cli, pairs
+from saggs import cli, pairs
+from saggs.checkpoints import model as checkpoint_model
+from saggs.checkpoints import operations as checkpoints
 from saggs.report import ProgressLine, layer_of
 
 
@@ -156,7 +158,7 @@ def test_a_full_disk_is_one_line_and_code_2(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("saggs.shards._write", full)
+    monkeypatch.setattr("saggs.checkpoints.shards._write", full)
     assert run("rebalance", source, tmp_path / "out") == 2
     assert capsys.readouterr().err == "saggs: error: [Errno 28] No space left on device\n"
     assert not (tmp_path / "out").exists()

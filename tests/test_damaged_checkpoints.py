@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from saved import contents, imbalanced, known_pairs, remains, save
 from transformers import LlamaForCausalLM
 
-from saggs import checkpoints
 from saggs.checkpoints import CheckpointError, open_checkpoint, rebalance_checkpoint
+from saggs.checkpoints import operations as checkpoints
 
 Damage = Callable[[Path], object]
 FIRST = "model-00001-of-00003.safetensors"

@@ -14,9 +14,9 @@ from saved import contents, imbalanced, known_pairs, load, logits, pairs_of, rem
 from torch import nn
 
 import saggs
-from saggs import checkpoints
 from saggs.checkpoints import CheckpointError, rebalance_checkpoint
-from saggs.trainer_state import candidate_groups
+from saggs.checkpoints import operations as checkpoints
+from saggs.checkpoints.trainer_state import candidate_groups
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from saggs.assembly import Granularity
 from saggs.certificates import CertificationError, certify, examine
+from saggs.checkpoints.layout import Layout, open_checkpoint
+from saggs.checkpoints.pieces import Pieces, pieces_of
+from saggs.checkpoints.shards import CheckpointError
 from saggs.discovery import find_pairs
 from saggs.explanation import Explanation, explain
-from saggs.layout import Layout, open_checkpoint
 from saggs.nullspace import Algebra, algebra
 from saggs.pairs import BALANCED_KINDS, ScalePair
-from saggs.pieces import Pieces, pieces_of
-from saggs.shards import CheckpointError
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from saggs.shards import CheckpointError, PickleShard, SafetensorsShard, Shard
+from saggs.checkpoints.shards import CheckpointError, PickleShard, SafetensorsShard, Shard
 
 OPTIMIZER = "optimizer.pt"
 MARKER = "COMPLETE"

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saggs.cells import CellPlan, Grid, scale_rows
+from saggs.checkpoints.cells import CellPlan, Grid, scale_rows
+from saggs.checkpoints.shards import CheckpointError, load_plain
 from saggs.pairs import canonical_names, named_parameters, unwrapped_name
-from saggs.shards import CheckpointError, load_plain
 
 _ADAM = {"exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "step": 0}
 _SGD = {"momentum_buffer": -1}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from saggs.shards import CheckpointError
+from saggs.checkpoints.shards import CheckpointError
 
 
 def check_output(out: Path, source: Path) -> None:

@@ -5,8 +5,8 @@
     rebalance_checkpoint(path, out)    the same function, balanced; `path` is not changed
 
 Finding and certifying the pairs needs the model in memory once (`pairs_of_checkpoint`). Balancing does not: one pass
-over the weight files sums the squares of every cell (`saggs.cells`), the factors follow from the sums, and a second
-pass copies the files with the weights of the pairs multiplied on the way (`saggs.shards`). Everything else is copied
+over the weight files sums the squares of every cell (`cells`), the factors follow from the sums, and a second
+pass copies the files with the weights of the pairs multiplied on the way (`shards`). Everything else is copied
 byte for byte. No code of a checkpoint's is run, no pickle is opened but weights and optimizer state, and those as plain
 tensors only.
 """
@@ -28,16 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from saggs.assembly import Granularity
-from saggs.cells import Balance, CellPlan, Grid, scale_rows
 from saggs.certificates import CertificationError
-from saggs.checkpoint_model import examine_checkpoint, pairs_of_checkpoint, skeleton
-from saggs.layout import MARKER, OPTIMIZER, Layout, digest, names, open_checkpoint
+from saggs.checkpoints.cells import Balance, CellPlan, Grid, scale_rows
+from saggs.checkpoints.layout import MARKER, OPTIMIZER, Layout, digest, names, open_checkpoint
+from saggs.checkpoints.model import examine_checkpoint, pairs_of_checkpoint, skeleton
+from saggs.checkpoints.output_directory import appearing, check_output, leftovers
+from saggs.checkpoints.pieces import on_files, pieces_of
+from saggs.checkpoints.shards import CheckpointError, Edit, copy_file, save_plain
+from saggs.checkpoints.trainer_state import OptimizerState
 from saggs.objective import Norm, order_of
-from saggs.output_directory import appearing, check_output, leftovers
 from saggs.pairs import BALANCED_KINDS, ScalePair, named_parameters
-from saggs.pieces import on_files, pieces_of
-from saggs.shards import CheckpointError, Edit, copy_file, save_plain
-from saggs.trainer_state import OptimizerState
 
 Factors = Literal["auto", "exact", "power_of_two"]
 Progress = Callable[[str, int, int], None]
@@ -98,7 +98,7 @@ def inspect_checkpoint(
         progress: called as bytes are read.
 
     Raises:
-        CheckpointError: see `saggs.layout.open_checkpoint` and `pairs_of_checkpoint`.
+        CheckpointError: see `saggs.checkpoints.layout.open_checkpoint` and `pairs_of_checkpoint`.
         ValueError: an unknown kind, granularity or norm.
     """
     return list(_measure(open_checkpoint(path), kinds, granularity, 1.0, norm, "exact", progress).reports)

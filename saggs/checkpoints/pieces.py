@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saggs.layout import Layout
+from saggs.checkpoints.layout import Layout
+from saggs.checkpoints.shards import CheckpointError
 from saggs.pairs import ParameterSlice, ScalePair, canonical_names, named_parameters
-from saggs.shards import CheckpointError
 
 _OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 Bounds = tuple[tuple[int, int], ...]

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saggs.checkpoints.shards import CheckpointError
 from saggs.objective import Terms, nearest_power_of_two
 from saggs.pairs import ParameterSlice, ScalePair
-from saggs.shards import CheckpointError
 
 CELL_LIMIT = 1 << 21
 """Cells of one tensor, at most: 16 MiB of sums."""
