@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from saggs.charges import require_real
-from saggs.inputs import Inputs, Output, default_inputs, default_output, on_device
+from saggs.inputs import Inputs, Output, default_inputs, default_output, on_device, refusing
 from saggs.pairs import ScalePair, canonical_names, named_parameters, unwrap, unwrapped_name
 from saggs.trials import CONTROL, FACTORS, SPREADS, TOLERANCE, Call, CertificationError, InPlaceTrial, Trial, dtype_of
 
@@ -167,14 +167,8 @@ def _recorded(
     handles = [modules[name].register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
     try:
         model.eval()
-        with torch.no_grad():
-            try:
-                outputs = output(model(**on_device(dict(arguments), device, dtype_of(model))))
-            except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
-                raise ValueError(
-                    f"{type(model).__name__}'s forward pass failed on the probing inputs ({error}); pass inputs= that "
-                    "it accepts"
-                ) from error
+        with torch.no_grad(), refusing(model):
+            outputs = output(model(**on_device(dict(arguments), device, dtype_of(model))))
     finally:
         for handle in handles:
             handle.remove()

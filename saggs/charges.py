@@ -64,7 +64,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saggs.inputs import Inputs, Output, default_inputs, default_output, widened
+from saggs.inputs import Inputs, Output, default_inputs, default_output, refusing, widened
 from saggs.pairs import named_parameters, unwrap
 from saggs.precision import float64_everywhere, use_plain_kernels
 from saggs.wiring import Wiring, observe
@@ -190,7 +190,7 @@ class Probing:
 
     def run(self) -> Tensor:
         """One forward pass at the present weights, under the all-float64 mode."""
-        with float64_everywhere():
+        with float64_everywhere(), refusing(self.model):
             return self._output(self.model(**self._arguments)).double()
 
     def draw(self, spread: float) -> None:

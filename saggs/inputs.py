@@ -8,7 +8,8 @@ configuration has natural defaults; any other module has to say.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -64,6 +65,21 @@ def default_output(result: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise ValueError(f"a {type(result).__name__} has no logits; pass output=, a callable that returns a tensor")
     return found
+
+
+@contextmanager
+def refusing(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass raises on the probing inputs becomes a ValueError that names the model's class."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # any model may fail in its own way
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{type(model).__name__}'s forward pass failed on the probing inputs ({type(error).__name__}: {why}); pass "
+            "inputs= that it accepts"
+        ) from error
 
 
 def widened(value: Any) -> Any:

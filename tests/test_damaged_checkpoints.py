@@ -183,7 +183,7 @@ def test_a_model_that_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", failing)
     source = save(tiny_llama(), tmp_path / "in")
-    with pytest.raises(CheckpointError, match=r"the model cannot be run: RuntimeError: no kernel$"):
+    with pytest.raises(CheckpointError, match=r"forward pass failed on the probing inputs \(RuntimeError: no kernel\)"):
         rebalance_checkpoint(source, tmp_path / "out")
     assert remains(tmp_path) == ["in"]
 

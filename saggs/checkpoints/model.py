@@ -147,16 +147,14 @@ def algebra_of_checkpoint(path: Path) -> Algebra:
 
 
 def _running(layout: Layout, call: Callable[[], T]) -> T:
-    """Run discovery or certification; whatever the model's forward pass raises becomes a CheckpointError."""
+    """Run discovery or certification; what it refuses is refused as a CheckpointError."""
     with _quiet():
         try:
             return call()
-        except ValueError:
+        except CheckpointError:
             raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{layout.path}: the model cannot be run: {type(error).__name__}: {_first_line(error)}"
-            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{layout.path}: {error}") from error
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
