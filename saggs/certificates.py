@@ -122,11 +122,19 @@ class _Homes:
         self._aliases: dict[str, list[str]] = {}
         for alias, name in canonical_names(model).items():
             self._aliases.setdefault(name, []).append(alias)
-        own = [self._of(pair) for pair in pairs]
+        known: dict[tuple[tuple[str, bool], ...], str] = {}
+        own: list[str] = []
+        for pair in pairs:
+            held = tuple(sorted({(part.name, part.bias) for part in pair.slices}))
+            if held not in known:
+                known[held] = self._of(pair)
+            own.append(known[held])
+        homes = sorted(set(own) - {""}, key=len)
+        # One clone of a block serves all that is in it.
+        outer = {home: next((o for o in homes if home.startswith(f"{o}.")), home) for home in {*homes, ""}}
         self.members: dict[str, list[int]] = {}
         for position, home in enumerate(own):
-            around = {o for o in own if o and home.startswith(f"{o}.")}  # one clone of a block serves what is in it
-            self.members.setdefault(min(around, key=len, default=home), []).append(position)
+            self.members.setdefault(outer[home], []).append(position)
 
     def likeness(self, home: str, pairs: Sequence[ScalePair]) -> object:
         """Equal for modules whose parameters and pairs differ by their place in the model alone."""

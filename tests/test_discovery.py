@@ -192,7 +192,8 @@ def test_an_unknown_kind_or_granularity_is_refused_with_the_choices(arguments: A
 
 def test_meta_tensors_are_refused() -> None:
     """Names can be read off them, symmetries cannot."""
-    meta = tiny_llama().to("meta")
+    model: nn.Module = tiny_llama()
+    meta = model.to("meta")
     assert len(declared_pairs(meta)) == 6
     with pytest.raises(ValueError, match="on the meta device; load real weights"):
         saggs.find_pairs(meta)

@@ -108,17 +108,63 @@ class Wrapped(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("how", ["wrapped", "parametrised"])
-def test_a_layer_without_a_plain_weight_is_left_out_by_name_and_the_rest_is_found(how: str) -> None:
-    model = tiny_llama()
+class Adapted(nn.Module):
+    """y = W x + B A x, as low-rank adapters are."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Parameter(0.3 * torch.randn(3, base_layer.in_features))
+        self.up = nn.Parameter(0.3 * torch.randn(base_layer.out_features, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x) + x @ self.down.T @ self.up.T
+        return result
+
+
+def described(pairs: list[saggs.ScalePair]) -> list[tuple[str, list[str]]]:
+    return [(pair.kind, [str(part) for part in pair.slices]) for pair in pairs]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "parametrised", "adapted"])
+def test_a_layer_around_a_weight_has_the_pairs_that_it_truly_has(how: str) -> None:
+    """Wrapped: the same pairs under the new name. With a weight norm: its gain scales, its direction does not, and
+    what scales the direction's columns is no pair. With an adapter: the adapter's own two factors scale.
+
+    All other pairs of the model stay; and what is found keeps the logits, as a control with half a pair does not.
+    """
+    torch.manual_seed(0)
+    model, mlp_path = tiny_llama(), "model.layers.0.mlp"
+    plain = described(saggs.find_pairs(model))
     mlp = model.model.layers[0].mlp
+    down, up = f"{mlp_path}.down_proj.weight", f"{mlp_path}.up_proj"
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    gone = [pair for pair in plain if down in pair[1] or norm in pair[1]]
+    assert [kind for kind, _ in gone] in (["norm_gain", "up_down"], ["up_down", "norm_gain"])
     if how == "wrapped":
         mlp.up_proj = Wrapped(mlp.up_proj)
-    else:
+        new = [(kind, [name.replace(f"{up}.", f"{up}.base_layer.") for name in parts]) for kind, parts in gone]
+    elif how == "parametrised":
         nn.utils.parametrizations.weight_norm(mlp.up_proj)
-    with pytest.warns(UserWarning, match=r"left out: model\.layers\.0\.mlp\.up_proj is a"):
-        found = saggs.find_pairs(model)
-    assert len(found) == len(saggs.find_pairs(tiny_llama())) - 1
+        new = [("norm_gain", [f"{up}.parametrizations.weight.original0", down])]
+    else:
+        mlp.up_proj = Adapted(mlp.up_proj)
+        readers = [f"{mlp_path}.gate_proj.weight", f"{up}.down", f"{up}.base_layer.weight"]
+        new = [("value_output", [f"{up}.down", f"{up}.up"]), ("norm_gain", [norm, *readers])]
+    found = saggs.find_pairs(model)
+    kept = [pair for pair in plain if pair not in gone]
+    assert sorted((kind, sorted(parts)) for kind, parts in described(found)) == sorted(
+        (kind, sorted(parts)) for kind, parts in kept + new
+    )
+    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    before = model(input_ids=ids).logits.detach()
+    for pair in found:
+        saggs.rescale(model, pair, 4.0)
+    after = model(input_ids=ids).logits.detach()
+    assert float((after - before).abs().max() / before.abs().max()) < 1e-5
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(4)
+    assert float((model(input_ids=ids).logits.detach() - before).abs().max() / before.abs().max()) > 1e-2
 
 
 def test_a_head_with_a_bias_or_soft_capping_is_refused_by_the_suite() -> None:
