@@ -1,7 +1,7 @@
 """Numerical proof that a pair is exact on this very model, with a control that must fail.
 
-A pair changes nothing outside the innermost module that holds all its parameters, so it is proved there: the real model
-is run once to record what that module is given, the module is cloned in float64, its biases and gains are drawn at
+A pair is proved in the innermost module that holds all its parameters, and all pairs together once more in the whole
+model (a module may show the world more than what it returns). The real model is run once to record what that module is given, the module is cloned in float64, its biases and gains are drawn at
 random (a fresh model has zero biases and unit gains, and would not notice a forgotten bias), and it is run under the
 all-float64 mode. A pair is exact where rescaling by 2^6, 2^-6, an odd factor, and a negative one if it claims any sign,
 changes the module's outputs by less than 1e-10 relative to their largest entry; pairs of one module are rescaled
@@ -35,7 +35,9 @@ from saggs.pairs import ScalePair, canonical_names, named_parameters, unwrap, un
 from saggs.trials import CONTROL, FACTORS, SPREADS, TOLERANCE, Call, CertificationError, InPlaceTrial, Trial, dtype_of
 
 LARGE = 200_000_000
+SMALL = 2_000_000
 _SAMPLES = 2
+_SAMPLES_OF_SMALL = 6
 
 
 def certify(
@@ -73,13 +75,22 @@ def examine(
     """As `certify`, but a pair that fails yields its error in the place of the pair."""
     if not pairs:
         return []
-    source = unwrap(model)
+    with torch.random.fork_rng(devices=[]):  # a forward pass may draw
+        return _examined(unwrap(model), pairs, inputs, output)
+
+
+def _examined(
+    source: nn.Module, pairs: Sequence[ScalePair], inputs: Inputs | None, output: Output | None
+) -> list[ScalePair | CertificationError]:
     require_real(source)
     read = output or default_output
-    large = sum(p.numel() for p in source.parameters()) > LARGE
-    arguments = dict((inputs or default_inputs(source))(torch.Generator().manual_seed(0), _SAMPLES))
+    size = sum(p.numel() for p in source.parameters())
+    large = size > LARGE
+    samples = _SAMPLES_OF_SMALL if size < SMALL else _SAMPLES
+    arguments = dict((inputs or default_inputs(source))(torch.Generator().manual_seed(0), samples))
     homes = _Homes(source, pairs)
-    calls = _recorded(source, [name for name in homes.members if name], arguments, read)
+    calls = _recorded(source, homes.hooked(), arguments, read)
+    homes.move_to_called(calls)
     found: list[ScalePair | CertificationError] = list(pairs)
     seen: set[object] = set()
     for home, members in homes.members.items():
@@ -93,11 +104,20 @@ def examine(
             seen.add(likeness)
         for position, result in zip(members, results, strict=True):
             found[position] = result
-    failed = [i for home, ms in homes.members.items() for i in ms if home and isinstance(found[i], CertificationError)]
-    if failed and not large:
+    if large:
+        return found
+    whole = [((), arguments)]
+    local = [i for home, members in homes.members.items() if home for i in members]
+    failed = [i for i in local if isinstance(found[i], CertificationError)]
+    passed = [i for i in local if isinstance(found[i], ScalePair)]
+    # A module may leak what it computes past its outputs: all that passed is rescaled once more, in the whole model.
+    if passed:
+        here = [pairs[i] for i in passed]
+        if not Trial(source, "", whole, read, here).joint_residual(here) <= TOLERANCE:
+            failed = local
+    if failed:
         here = [pairs[i] for i in failed]
-        trial = Trial(source, "", [((), arguments)], read, here)
-        for position, result in zip(failed, trial.examine(here, SPREADS), strict=True):
+        for position, result in zip(failed, Trial(source, "", whole, read, here).examine(here, SPREADS), strict=True):
             found[position] = result
     return found
 
@@ -136,6 +156,20 @@ class _Homes:
         for position, home in enumerate(own):
             self.members.setdefault(outer[home], []).append(position)
 
+    def hooked(self) -> list[str]:
+        """Modules whose calls have to be seen: the homes and all that is around them."""
+        parts = [home.split(".") for home in self.members if home]
+        return sorted({".".join(p[: n + 1]) for p in parts for n in range(len(p))} & self._modules)
+
+    def move_to_called(self, calls: Mapping[str, object]) -> None:
+        """Move pairs of a module that is not called as such (but through a method of its own) to what is around it."""
+        for home in list(self.members):
+            around = home
+            while around and around not in calls:
+                around = around.rpartition(".")[0]
+            if around != home:
+                self.members.setdefault(around, []).extend(self.members.pop(home))
+
     def likeness(self, home: str, pairs: Sequence[ScalePair]) -> object:
         """Equal for modules whose parameters and pairs differ by their place in the model alone."""
         prefix = f"{home}."
@@ -172,6 +206,7 @@ def _recorded(
         return hook
 
     training = {module: module.training for module in model.modules()}
+    kept = {t: t.detach().clone() for t in _written_by_running(model)}
     handles = [modules[name].register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
     try:
         model.eval()
@@ -182,9 +217,18 @@ def _recorded(
             handle.remove()
         for module, mode in training.items():
             module.training = mode
+        with torch.no_grad():
+            for tensor, before in kept.items():
+                tensor.copy_(before)
     if not bool(torch.isfinite(outputs).all()):
         raise ValueError(f"{type(model).__name__}'s outputs are not finite; nothing can be certified on it")
     return calls
+
+
+def _written_by_running(model: nn.Module) -> list[Tensor]:
+    """What a forward pass may write: buffers, and tables whose rows are renormalised as they are read."""
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None]
+    return [*model.buffers(), *tables]
 
 
 def _detached(value: Any) -> Any:

@@ -111,6 +111,8 @@ class Lines:
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over each line of `values`, shape (..., *self.shape) -> (..., count)."""
+        if not self.shape:
+            return values[..., None]
         lead = values.dim() - len(self.shape)
         others = [lead + d for d in range(len(self.shape)) if d not in self.dims]
         return (values.sum(dim=others) if others else values).flatten(lead)
@@ -176,7 +178,7 @@ class Probing:
         self._output = output or default_output
         self._samples = samples
         self.generator = torch.Generator().manual_seed(seed)
-        self.model = copy.deepcopy(source).double().eval().cpu()
+        self.model = cloned(source)
         use_plain_kernels(self.model)
         if not keep_eps:
             raise_eps(self.model)
@@ -204,6 +206,7 @@ class Probing:
                 else:
                     fan = 1 if name in self.wiring.looked_up else max(parameter.shape[self._read(name)], 1)
                     parameter.copy_(noise.mul_(spread / math.sqrt(fan)))
+        draw_statistics(self.model, self.generator)
         self._arguments = widened(dict(self._inputs(self.generator, self._samples)))
 
     def _read(self, name: str) -> int:
@@ -283,13 +286,38 @@ def _gradients(outputs: Tensor, parameters: Sequence[Tensor], losses: Tensor) ->
         ]
 
 
+def cloned(module: nn.Module) -> nn.Module:
+    """A float64 copy on the CPU in evaluation mode. A ValueError where the module cannot be copied."""
+    try:
+        return copy.deepcopy(module).double().eval().cpu()
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied ({error}); remove what it holds besides weights (activations "
+            "with their graph, hooks of old-style weight norm or pruning: make them permanent first)"
+        ) from error
+
+
+def draw_statistics(model: nn.Module, generator: torch.Generator) -> None:
+    """Random running statistics in batch norms, in place: fresh ones, 0 and 1, hide that a norm shifts."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+                assert module.running_var is not None
+                shape = module.running_mean.shape
+                module.running_mean.copy_(torch.randn(shape, generator=generator))
+                module.running_var.copy_(0.5 + torch.rand(shape, generator=generator))
+
+
 def require_real(model: nn.Module) -> None:
     """Raise a ValueError, naming the parameter, where a model has no plain floating-point weights to look at."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device; load real weights before certifying")
         if not parameter.is_floating_point():
-            raise ValueError(f"parameter {name!r} is {parameter.dtype}: quantised weights cannot be certified")
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}: quantised weights cannot be certified, nor whole or complex "
+                "numbers; only real floating-point weights"
+            )
 
 
 def raise_eps(model: nn.Module) -> None:
@@ -305,7 +333,11 @@ def lines_of(parameters: Mapping[str, nn.Parameter], wiring: Wiring) -> tuple[Li
     found: list[Lines] = []
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
+        if not parameter.numel():
+            continue
         wide = tuple(d for d, size in enumerate(shape) if size > 1)
+        if len(wide) < 2 <= len(shape) and name in wiring.reads and name not in wiring.looked_up:
+            wide = tuple(range(len(shape)))  # a matrix with one row or one column is a matrix all the same
         if len(wide) < 2:
             dims = wide or tuple(range(len(shape)))[:1]
             offsets = (0,) if name in wiring.additive else (0, 1)  # what is added to an activation is no gain

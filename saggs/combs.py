@@ -89,7 +89,7 @@ def find_equal_sums(found: Relations, summed: Callable[[Lines], bool]) -> None:
     counts = sorted({found.lines[f].count for f in row.families})
     strides = sorted({d for n in counts for d in range(1, n + 1) if n % d == 0})
     if max(counts, default=0) > _WIDE:
-        strides = [d for d in strides if 8 <= d <= _WIDE]
+        strides = [d for d in strides if 4 <= d <= _WIDE]
     for offset in _offsets(counts, strides):
         if not bool(row.free.any()):
             break

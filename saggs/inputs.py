@@ -58,10 +58,11 @@ def default_inputs(model: nn.Module) -> Inputs:
 
 
 def default_output(result: Any) -> Tensor:
-    """The logits of a model's result, the result itself if it is a tensor, or its first entry."""
+    """The logits of a model's result, the result itself if it is a tensor, or all its floating tensors end to end."""
     found = getattr(result, "logits", result)
     if isinstance(found, tuple | list):
-        found = found[0]
+        every = [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+        found = every[0] if len(every) == 1 else torch.cat([t.flatten() for t in every]) if every else None
     if not isinstance(found, Tensor):
         raise ValueError(f"a {type(result).__name__} has no logits; pass output=, a callable that returns a tensor")
     return found

@@ -273,7 +273,8 @@ class _OffDiagonal:
         """Which neighbours mix."""
         if not self._sizes:
             return torch.zeros(max(self._count - 1, 0), dtype=torch.bool)
-        return torch.le(torch.stack(self._differences).norm(dim=0), _MIXED * torch.stack(self._sizes).norm(dim=0))
+        size = torch.stack(self._sizes).norm(dim=0)
+        return torch.logical_and(torch.stack(self._differences).norm(dim=0) <= _MIXED * size, size > 0)
 
 
 __all__ = ["Generators", "classify"]

@@ -3,7 +3,7 @@
 A tiny model is analysed as it is. For any other a narrow twin (`saggs.twin`), where every hypothesis about heads and
 rotary positions can be tried, tells which matrices take part in sums of lines; the model itself, or of a large one a
 shallow twin at the real widths, tells which lines those are. What holds in a block of the twin then stands for every
-block of the model with the same parameters and shapes, and what joins blocks (an encoder's last norm and the
+block of the model with the same parameters, shapes and switches, and what joins blocks (an encoder's last norm and the
 cross-attention of all decoder blocks) joins all of them. This is a proposal: every pair is certified on the real model
 afterwards.
 """
@@ -21,7 +21,7 @@ from saggs.kinds import Generators, classify
 from saggs.ledger import Relations, Side
 from saggs.pairs import named_parameters, unwrap
 from saggs.relations import find_relations
-from saggs.twin import blocks_of, indexless, shallow_twin, signature_of, small_twin
+from saggs.twin import blocks_of, indexless, shallow_twin, signatures_of, small_twin
 from saggs.wiring import Wiring
 
 NARROW = 60_000
@@ -102,13 +102,13 @@ class _Lift:
         self._blocks = {b for members in blocks_of(twin).values() for b in members}
         # Blocks of one kind, the twin's and the model's, in order.
         self._kind: dict[str, tuple[list[str], list[str]]] = {}
-        real = blocks_of(model)
+        real, own, theirs = blocks_of(model), signatures_of(twin), signatures_of(model)
         for name, members in blocks_of(twin).items():
             for block in members:
-                same = signature_of(twin, block)
+                same = own[block]
                 self._kind[block] = (
-                    [b for b in members if signature_of(twin, b) == same],
-                    [b for b in real.get(name, []) if signature_of(model, b) == same],
+                    [b for b in members if own[b] == same],
+                    [b for b in real.get(name, []) if theirs[b] == same],
                 )
 
     def all(self, generators: Sequence[Generators]) -> list[Generators]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saggs.charges import cloned, draw_statistics
 from saggs.inputs import Output, on_device, widened
 from saggs.pairs import (
     Certificate,
@@ -54,7 +55,7 @@ class Trial:
     ) -> None:
         self._moving = {part.name for pair in pairs for part in pair.slices}
         modules = {unwrapped_name(name): module for name, module in model.named_modules()}
-        self._module = copy.deepcopy(modules[home]).double().eval().requires_grad_(False).cpu()
+        self._module = cloned(modules[home]).requires_grad_(False)
         use_plain_kernels(self._module)
         self._calls = [widened(on_device(call, torch.device("cpu"), None)) for call in calls]
         self._output = output if not home else None
@@ -63,6 +64,7 @@ class Trial:
         self._parameters = {names[f"{home}.{name}" if home else name]: p for name, p in own.items()}
         self._generator = torch.Generator().manual_seed(0)
         _randomise_degenerate(self._parameters, self._generator)
+        draw_statistics(self._module, self._generator)
         if not self._take_reference():
             raise ValueError(f"{type(model).__name__}'s outputs are not finite; nothing can be certified on it")
 
@@ -86,6 +88,11 @@ class Trial:
                     proof = dataclasses.replace(before.certificate, spreads=(*before.certificate.spreads, spread))
                     found[i] = dataclasses.replace(before, certificate=proof)
         return found
+
+    def joint_residual(self, pairs: Sequence[ScalePair]) -> float:
+        """Change of the outputs when all pairs are rescaled at once, each by a random factor of its own."""
+        scales = torch.tensor(self._random_factors(pairs), dtype=torch.float64)
+        return self._change(partial(apply, ScalingPlan(pairs, self._parameters), scales, self._parameters))
 
     def _at_own_weights(
         self, pairs: Sequence[ScalePair], tolerance: float, factors_of: Callable[[ScalePair], tuple[float, ...]]
@@ -319,6 +326,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
 
 
 __all__ = [

@@ -302,18 +302,47 @@ def _shapes(model: nn.Module) -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
-def signature_of(model: nn.Module, block: str) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Names (less the block's own) and shapes of a block's parameters: what makes two blocks of one kind."""
-    prefix = f"{block}."
-    return frozenset(
-        (name.removeprefix(prefix), tuple(p.shape)) for name, p in model.named_parameters() if name.startswith(prefix)
-    )
+def signatures_of(model: nn.Module) -> dict[str, frozenset[object]]:
+    """Block -> what makes two blocks of one kind: parameters with their shapes, and switches of its modules.
+
+    A switch is a setting that is true, false, text, nothing or a small number (rotary positions in this layer or not, a
+    sliding window or none) and is no block's own index.
+    """
+    found: dict[str, frozenset[object]] = {}
+    for members in blocks_of(model).values():
+        parts = [set(_parameters_of(model, block)) for block in members]
+        switches = [_switches_of(model.get_submodule(block)) for block in members]
+        counted = {
+            key for key in switches[0] if len(members) > 1 and all(own.get(key) == i for i, own in enumerate(switches))
+        }
+        for block, shapes, own in zip(members, parts, switches, strict=True):
+            kept = {(key, repr(_switch(value))) for key, value in own.items() if key not in counted}
+            found[block] = frozenset([*shapes, *kept])
+    return found
 
 
-def _kinds_of_blocks(model: nn.Module) -> dict[str, frozenset[frozenset[tuple[str, tuple[int, ...]]]]]:
+def _parameters_of(model: nn.Module, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, parameter in model.get_submodule(block).named_parameters():
+        yield name, tuple(parameter.shape)
+
+
+def _switches_of(block: nn.Module) -> dict[tuple[str, str], object]:
     return {
-        name: frozenset(signature_of(model, block) for block in members) for name, members in blocks_of(model).items()
+        (name, key): value
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and key != "training" and (value is None or isinstance(value, bool | int | str))
     }
+
+
+def _switch(value: object) -> object:
+    """Numbers count as nothing, one, or more: sizes and windows differ between a model and its twin."""
+    return min(int(value), 2) if isinstance(value, int) else value
+
+
+def _kinds_of_blocks(model: nn.Module) -> dict[str, frozenset[frozenset[object]]]:
+    own = signatures_of(model)
+    return {name: frozenset(own[block] for block in members) for name, members in blocks_of(model).items()}
 
 
 def _whole_numbers(config: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, str, int]]:
@@ -344,4 +373,4 @@ def _set(owner: Any, key: str, old: int, new: int) -> Callable[[], None]:
     return undo
 
 
-__all__ = ["blocks_of", "indexless", "shallow_twin", "signature_of", "small_twin"]
+__all__ = ["blocks_of", "indexless", "shallow_twin", "signatures_of", "small_twin"]

@@ -96,6 +96,9 @@ class _Observer(TorchFunctionMode):
                 self.wiring.reads.setdefault(found[0], 0)
         elif func is functional.layer_norm or func is torch.layer_norm:
             self._adds(self._arguments(args, kwargs, "input", "normalized_shape", "weight", "bias")[3])
+        elif func is functional.multi_head_attention_forward and len(args) >= 13:
+            self._with_bias(args[5], args[6])  # in one call, what it does inside is not seen
+            self._with_bias(args[11], args[12])
         elif func in _MATMULS and len(args) == 2:
             left, right = args
             self._contracted(left, -1, result)
@@ -130,8 +133,14 @@ class _Observer(TorchFunctionMode):
         if found is None or value.dim() < 2:
             return
         name, parameter = found
-        stride = value.stride(dim)
-        dims = [d for d in range(parameter.dim()) if parameter.stride(d) == stride and parameter.shape[d] > 1]
+        dim %= value.dim()
+        dims = [
+            d
+            for d in range(parameter.dim())
+            if parameter.stride(d) == value.stride(dim) and parameter.shape[d] == value.shape[dim]
+        ]
+        if value.shape == parameter.shape and dim in dims:  # of equal strides, as sizes of one have, its own
+            dims = [dim]
         if dims:
             self.wiring.reads.setdefault(name, dims[-1])
         if isinstance(result, Tensor):
@@ -158,7 +167,9 @@ class _Observer(TorchFunctionMode):
                 self.wiring.bias.setdefault(self._products[id(other)][1], found[0])
 
     def _einsum(self, equation: str, operands: Sequence[Any], result: Any) -> None:
-        inputs, _, output = equation.replace(" ", "").replace("...", "").partition("->")
+        inputs, arrow, output = equation.replace(" ", "").replace("...", "").partition("->")
+        if not arrow:  # then what occurs once is kept
+            output = "".join(c for c in set(inputs) if c != "," and inputs.count(c) == 1)
         for letters, operand in zip(inputs.split(","), operands, strict=False):
             if (
                 self._find(operand) is None

@@ -167,7 +167,7 @@ DEEP: dict[str, tuple[Build, Inputs | None]] = {
 class Settings:
     """A plain configuration."""
 
-    def __init__(self, layers: int = 4, vocab_size: int = 20, width: int = 6, turn: int = 0) -> None:
+    def __init__(self, layers: int = 4, vocab_size: int = 200, width: int = 16, turn: int = 0) -> None:
         self.layers, self.vocab_size, self.width, self.turn = layers, vocab_size, width, turn
 
 
