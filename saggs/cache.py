@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ DIRECTORY = "SAGGS_CACHE"
 """The environment variable that names a directory for candidates."""
 
 _MOST = 64
+_OF_EVERY_MODULE = {"training", *vars(nn.Module())}
 _memory: dict[str, list[ScalePair]] = {}
 
 
@@ -103,8 +104,10 @@ def _described(model: nn.Module) -> list[str]:
             raise _Untold(f"{name} has a forward of its own")
         parts.append(f"{name} {type(module).__qualname__} {_settings(module)}")
     parts += [f"{alias} {name}" for alias, name in canonical_names(model).items()]
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        parts += [f"{kind} {name} {tuple(tensor.shape)}" for name, tensor in tensors]
+    parts += [f"parameter {name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
+    for name, buffer in model.named_buffers():
+        values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        parts.append(f"buffer {name} {tuple(buffer.shape)} {hashlib.sha256(values).hexdigest()}")
     return parts
 
 
@@ -115,7 +118,7 @@ def _source_of(module: str) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    own = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+    own = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
     return json.dumps(_plain(own), sort_keys=True)
 
 
@@ -133,6 +136,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(v, depth + 1) for v in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
     if isinstance(value, torch.Tensor):
         return ["tensor", list(value.shape), value.double().cpu().tolist() if value.numel() <= 4096 else "large"]
+    if isinstance(value, partial):
+        return ["partial", _code(value.func), _plain(list(value.args), depth + 1), _plain(value.keywords, depth + 1)]
     if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value) or inspect.ismethod(value):
         return _code(value)
     if isinstance(value, nn.Module):

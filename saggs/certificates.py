@@ -1,14 +1,14 @@
 """Numerical proof that a pair is exact on this very model, with a control that must fail.
 
 A pair is proved in the innermost module that holds all its parameters, and all pairs together once more in the whole
-model (a module may show the world more than what it returns). The real model is run once to record what that module is given, the module is cloned in float64, its biases and gains are drawn at
-random (a fresh model has zero biases and unit gains, and would not notice a forgotten bias), and it is run under the
-all-float64 mode. A pair is exact where rescaling by 2^6, 2^-6, an odd factor, and a negative one if it claims any sign,
-changes the module's outputs by less than 1e-10 relative to their largest entry; pairs of one module are rescaled
-together, each by its own factor (and once more by random ones, so that no two faults make up for each other), and told
-apart by halving where that fails. It is asked at the model's own weights and again at matrices of standard deviation
-0.4 and 2, since a clamp looks linear until something reaches it. Scaling the left side alone has to change the outputs:
-a check that cannot fail proves nothing.
+model (a module may show the world more than what it returns). The real model is run once to record what that module is
+given; the module is cloned in float64, its biases and gains are drawn at random (a fresh model has zero biases and unit
+gains, and would not notice a forgotten bias), and it is run under the all-float64 mode. A pair is exact where rescaling
+by 2^6, 2^-6, an odd factor, and a negative one if it claims any sign, changes the module's outputs by less than 1e-10
+relative to their largest entry; pairs of one module are rescaled together, each by its own factor (and once more by
+random ones, so that no two faults make up for each other), and told apart by halving where that fails. It is asked at
+the model's own weights and again at matrices of standard deviation 0.4 and 2, since a clamp looks linear until
+something reaches it. Scaling the left side alone has to change the outputs: a check that cannot fail proves nothing.
 
 One module at a time is held in float64, so a model of a billion parameters needs little beyond itself. Where a pair
 fails within its module, the whole model has the last word, if it is small enough to be cloned. What only the whole of a

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from saggs.assembly import GRANULARITIES, Granularity, assembled
@@ -98,7 +99,10 @@ class _Proposals:
 
     def _assembled(self, granularity: Granularity) -> list[ScalePair]:
         if self._analysis is None:
-            self._analysis = analyse(self._model, self._inputs, self._output)
+            with torch.random.fork_rng(devices=[]):  # a forward pass may draw
+                self._analysis = analyse(self._model, self._inputs, self._output)
+            for doubt in self._analysis.found.doubts:
+                warnings.warn(f"left out: {doubt}", stacklevel=5)
         return assembled(self._model, self._analysis.wiring, self._analysis.generators, granularity)
 
 

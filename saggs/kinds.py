@@ -22,7 +22,7 @@ ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,8 +70,9 @@ def classify(found: Relations, probing: Probing, spreads: Sequence[float] = SPRE
         probing: the copy of the model that the charges were measured on.
         spreads: of the draws of the weights; one is enough to tell.
     """
-    oriented = [_oriented(found, relation) for relation in found]
-    channels = [r for r in oriented if r.shape == "lines" and _roles(r) in (("out", "out"), ("out", "in"))]
+    queries = _queries(found)
+    oriented = [_oriented(found, relation, queries) for relation in found]
+    channels = [r for r in oriented if r.shape in ("lines", "chain") and _roles(r) in (("out", "out"), ("out", "in"))]
     blocks = dict(zip(map(id, channels), _blocks(probing, channels, spreads), strict=True))
     result: list[Generators] = []
     for relation in oriented:
@@ -100,15 +101,21 @@ def _kind(relation: Relation) -> Kind | None:
 
 
 def _of_channels(relation: Relation, block: Tensor) -> list[Generators]:
-    """Channels that mix belong to attention; those that do not are neurons."""
+    """Channels that mix belong to attention; those that do not are neurons.
+
+    But two rows that nothing but each other equals are a query's and a key's even alone in their head: a neuron's row
+    has a column to it.
+    """
     size = torch.bincount(block)[block]
     result = []
     for mixed in (True, False):
         chosen = (size > 1) == mixed
         if not bool(chosen.any()):
             continue
-        kind: Kind = "up_down" if not mixed else "query_key" if _roles(relation) == ("out", "out") else "value_output"
-        head = torch.unique(block[chosen], return_inverse=True)[1] if mixed else torch.zeros_like(block[chosen])
+        rows_alone = _roles(relation) == ("out", "out") and (mixed or relation.shape == "lines")
+        kind: Kind = "query_key" if rows_alone else "value_output" if mixed else "up_down"
+        in_heads = mixed or rows_alone
+        head = torch.unique(block[chosen], return_inverse=True)[1] if in_heads else torch.zeros_like(block[chosen])
         result.append(Generators(kind, _subset(relation, chosen), head))
     return result
 
@@ -120,7 +127,33 @@ def _subset(relation: Relation, chosen: Tensor) -> Relation:
 # --- left and right ---------------------------------------------------------------------------------------------------
 
 
-def _oriented(found: Relations, relation: Relation) -> Relation:
+def _queries(found: Relations) -> dict[frozenset[object], tuple[object, bool]]:
+    """Where a bias tells the query from the key: families of a relation -> (the query's, whether its rows come later).
+
+    What un-rotated channels tell holds for the rotated ones of the same matrices, whose biases tell nothing.
+    """
+    told: dict[frozenset[object], tuple[object, bool]] = {}
+    for relation in found:
+        first, last = relation.sides[0], relation.sides[-1]
+        if len(relation.sides) == 2 and relation.heads == 1 and _roles(relation) == ("out", "out"):
+            before, after = _liveness(found, first), _liveness(found, last)
+            if before != after:
+                query, key = (first, last) if before > after else (last, first)
+                later = int(query.index[0, 0]) > int(key.index[0, 0])
+                told[frozenset((first.lines.key, last.lines.key))] = query.lines.key, later
+    return told
+
+
+def _is_query(side: Side, other: Side, told: tuple[object, bool]) -> bool:
+    family, later = told
+    if side.lines.key != other.lines.key:
+        return side.lines.key == family
+    return (int(side.index[0, 0]) > int(other.index[0, 0])) == later
+
+
+def _oriented(
+    found: Relations, relation: Relation, queries: Mapping[frozenset[object], tuple[object, bool]]
+) -> Relation:
     """With the query, the value, the up-projection or the gain on the left, and generators in its lines' order."""
     first, last = relation.sides[0], relation.sides[-1]
     rank = {"entry": 0, "out": 1, "in": 2}
@@ -129,10 +162,11 @@ def _oriented(found: Relations, relation: Relation) -> Relation:
         if rank[first.lines.role] != rank[last.lines.role]:
             swap = rank[first.lines.role] > rank[last.lines.role]
         elif relation.heads == 1:
-            before, after = (
-                (_liveness(found, s), -found.position(s.lines), -int(s.index[0, 0])) for s in (first, last)
-            )
-            swap = after > before
+            told = queries.get(frozenset((first.lines.key, last.lines.key)))
+            if told is not None and _roles(relation) == ("out", "out"):
+                swap = _is_query(last, first, told)
+            else:
+                swap = _query_likeness(found, last) > _query_likeness(found, first)
     if swap:
         relation = replace(relation, sides=(_flipped(last), _flipped(first)))
     order = torch.argsort(relation.sides[0].index[:, 0], stable=True)

@@ -36,7 +36,7 @@ class Relation:
     Attributes:
         sides: positive exponents first.
         residual: largest |Σ a_i q_i| of a generator relative to its largest charge, over all probes.
-        shape: "lines", "comb" or "aligned".
+        shape: "lines", "chain" (lines that equal more than one other), "comb" or "aligned".
         heads: how many lines of a comb's many side are added a group (1 where there are as many heads as groups).
         stride: from one head's line to the next.
         offset: from one rotary channel to its partner; 0 without rotary positions.
@@ -60,12 +60,15 @@ class Relations(list[Relation]):
 
     Attributes:
         explained: for each family of lines, which of them take part in a relation.
+        doubts: what was not taken for a relation since a matrix that may belong to it was reached by no probe.
         exercised: which of them have a charge at all; the others were reached by no probe, or do nothing.
     """
 
     def __init__(self, table: ChargeTable) -> None:
         super().__init__()
         self.lines = table.lines
+        self.wiring = table.wiring
+        self.doubts: list[str] = []
         scale = torch.stack([c.abs().amax(dim=1) for c in table.charges]).amax(dim=0).clamp_min(1e-300)
         # One scale a probe for all lines: relations are kept, and no draw of the weights drowns another.
         self.charges = tuple(c / scale[:, None] for c in table.charges)

@@ -125,9 +125,9 @@ class Algebra:
                 f"{n.unexplained} dimensions are NOT explained by generators; they move {', '.join(n.left_over)}"
             )
         else:
-            lines.append("every dimension is explained: nothing was missed there")
+            lines.append("every dimension is explained: no rescaling of whole rows, columns and gains was missed there")
         if n.unknown:
-            lines.append(f"{n.unknown} lines were reached by no probe: of those nothing is known")
+            lines.append(f"but {n.unknown} lines were reached by no probe: of those nothing is known")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -100,7 +100,26 @@ def _aligned_families(found: Relations) -> None:
             exponents.sort(key=lambda e: (e[1] < 0, e[0]))
             sides = [Side(found.lines[f], _marginal_index(found.lines[f]), a) for f, a in exponents]
             residual = found.residual_of((f, s.index, s.exponent) for (f, _), s in zip(exponents, sides, strict=True))
+            if unseen := _unseen_readers(found, families, names):
+                found.doubts.append(
+                    f"norm_gain of {names[0]}: no probe reached {unseen[0]}, which may read it; pass inputs= that do"
+                )
+                continue
             found.admit(Relation(tuple(sides), float(residual.max()), "aligned"))
+
+
+def _unseen_readers(found: Relations, families: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Matrices of the right size near these parameters, none of whose use was seen on any probe."""
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    near = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    return [
+        found.lines[f].name
+        for f in families
+        if found.lines[f].role == "in"
+        and not bool(found.exercised[f].all())
+        and found.lines[f].name not in found.wiring.looked_up
+        and found.lines[f].name.split(".")[: len(near)] == near
+    ]
 
 
 def _marginal_count(lines: Lines) -> int:
@@ -171,7 +190,7 @@ def _equal_lines(found: Relations) -> None:
     norms = charges.norm(dim=1)
     label = _clusters(charges / norms[:, None])
     order = torch.argsort(label, stable=True)
-    pairs: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    pairs: dict[tuple[int, int, int, int, bool], list[tuple[int, int]]] = {}
     for members in _runs(label[order]):
         chain = order[members[0] : members[1]].tolist()
         if len(chain) > 2 and len({int(family[m]) for m in chain}) == 1:
@@ -181,9 +200,9 @@ def _equal_lines(found: Relations) -> None:
             if abs(float(ratio) - float(norms[a] / norms[b])) > 1e-6 or ratio.numerator > _LARGEST_EXPONENT:
                 continue
             # a · q_a = b · q_b with q_a / q_b = ratio
-            key = (int(family[a]), int(family[b]), ratio.denominator, ratio.numerator)
+            key = (int(family[a]), int(family[b]), ratio.denominator, ratio.numerator, len(chain) > 2)
             pairs.setdefault(key, []).append((int(line[a]), int(line[b])))
-    for (first, second, p, q), matches in pairs.items():
+    for (first, second, p, q, chained), matches in pairs.items():
         if found.lines[first].role == "in" and found.lines[second].role != "in":
             first, second, p, q, matches = second, first, q, p, [(b, a) for a, b in matches]
         if crosses(found.lines[first], found.lines[second]):
@@ -192,7 +211,7 @@ def _equal_lines(found: Relations) -> None:
         sides = ((first, index[:, :1], p), (second, index[:, 1:], -q))
         good = found.residual_of(sides) <= EXACT
         if bool(good.any()):
-            admit(found, [(f, i[good], a) for f, i, a in sides], "lines")
+            admit(found, [(f, i[good], a) for f, i, a in sides], "chain" if chained else "lines")
 
 
 def _numbered(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
