@@ -20,9 +20,10 @@ from torch import nn
 from saggs.assembly import GRANULARITIES, Granularity, assembled
 from saggs.cache import cached
 from saggs.certificates import CertificationError, examine
+from saggs.charges import require_real
 from saggs.inputs import Inputs, Output
 from saggs.lifting import Analysis, analyse
-from saggs.pairs import KINDS, ScalePair
+from saggs.pairs import KINDS, ScalePair, unwrap
 
 
 def find_pairs(
@@ -55,6 +56,7 @@ def find_pairs(
     chosen = _check_kinds(kinds)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r}: choose from {', '.join(GRANULARITIES)}")
+    require_real(unwrap(model))
     propose = _Proposals(model, inputs, output, cache)
     results = _with_signs(model, propose.pairs("matrix", chosen), inputs, output)
     if granularity != "matrix":  # what signs are allowed is a matter of the matrices: it is asked of them

@@ -32,7 +32,6 @@ from saggs.charges import SPREADS, Probing
 from saggs.ledger import Relation, Relations, Side
 from saggs.pairs import Kind
 
-_PROBES_PER_DRAW = 2
 _MIXED = 1e-7
 
 
@@ -62,18 +61,19 @@ class Generators:
         return tuple(s for s in self.relation.sides if s.exponent < 0)
 
 
-def classify(found: Relations, probing: Probing, spreads: Sequence[float] = SPREADS) -> list[Generators]:
+def classify(found: Relations, probing: Probing, probes_per_draw: int = 2) -> list[Generators]:
     """The kind and the heads of every relation; relations of no known kind are left out.
 
     Args:
         found: from `saggs.relations.relations`.
         probing: the copy of the model that the charges were measured on.
-        spreads: of the draws of the weights; one is enough to tell.
+        probes_per_draw: losses for each of the three draws of the weights. (At one draw a neuron may be active on all
+            samples, and pass for a channel.)
     """
     queries = _queries(found)
     oriented = [_oriented(found, relation, queries) for relation in found]
     channels = [r for r in oriented if r.shape in ("lines", "chain") and _roles(r) in (("out", "out"), ("out", "in"))]
-    blocks = dict(zip(map(id, channels), _blocks(probing, channels, spreads), strict=True))
+    blocks = dict(zip(map(id, channels), _blocks(probing, channels, probes_per_draw), strict=True))
     result: list[Generators] = []
     for relation in oriented:
         if id(relation) in blocks:
@@ -238,13 +238,13 @@ def _parents(generators: Generators) -> set[str]:
     return {s.lines.name.rpartition(".")[0].rpartition(".")[0] for s in generators.relation.sides}
 
 
-def _blocks(probing: Probing, channels: Sequence[Relation], spreads: Sequence[float]) -> list[Tensor]:
+def _blocks(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
     """For each relation, which channels mix: a block number for each, shape (generators,)."""
-    found = _mixing(probing, channels, spreads)
+    found = _mixing(probing, channels, probes_per_draw)
     return [torch.cat([torch.zeros(1, dtype=torch.int64), (~mixed).cumsum(0)]) for mixed in found]
 
 
-def _mixing(probing: Probing, channels: Sequence[Relation], spreads: Sequence[float]) -> list[Tensor]:
+def _mixing(probing: Probing, channels: Sequence[Relation], probes_per_draw: int) -> list[Tensor]:
     """Whether channel k and channel k + 1 of each relation mix, shape (generators - 1,) each."""
     pairs = [_OffDiagonal(relation) for relation in channels]
     wanted: dict[str, list[_OffDiagonal]] = {}
@@ -256,9 +256,9 @@ def _mixing(probing: Probing, channels: Sequence[Relation], spreads: Sequence[fl
         for pair in wanted.get(name, ()):
             pair.add(probe, name, weight, gradient)
 
-    for spread in spreads if pairs else ():
+    for spread in SPREADS if pairs else ():
         probing.draw(spread)
-        probing.probes(_PROBES_PER_DRAW, consume)
+        probing.probes(probes_per_draw, consume)
         for pair in pairs:
             pair.compare()
     return [pair.mixed() for pair in pairs]

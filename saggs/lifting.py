@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from saggs.charges import SPREADS, Lines, Probing, charges_of
+from saggs.charges import Lines, Probing, charges_of
 from saggs.inputs import Inputs, Output
 from saggs.kinds import Generators, classify
 from saggs.ledger import Relations, Side
@@ -81,7 +81,7 @@ def _measured(
     probing = Probing(model, inputs, output, samples=max(2, min(16, _TOKENS_TIMES_PARAMETERS // max(size, 1))))
     table = charges_of(probing, 2 if large else 4)
     found = find_relations(table, None if sums is None else lambda lines: (indexless(lines.name), lines.role) in sums)
-    return found, probing, classify(found, probing, SPREADS[1:2] if large else SPREADS)
+    return found, probing, classify(found, probing, 1 if large else 2)
 
 
 def _sums_of_narrow_twin(model: nn.Module, inputs: Inputs | None, output: Output | None) -> set[tuple[str, str]] | None:

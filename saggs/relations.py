@@ -101,9 +101,13 @@ def _aligned_families(found: Relations) -> None:
             sides = [Side(found.lines[f], _marginal_index(found.lines[f]), a) for f, a in exponents]
             residual = found.residual_of((f, s.index, s.exponent) for (f, _), s in zip(exponents, sides, strict=True))
             if unseen := _unseen_readers(found, families, names):
+                gain = names[chosen.index(gains[0])]
                 found.doubts.append(
-                    f"norm_gain of {names[0]}: no probe reached {unseen[0]}, which may read it; pass inputs= that do"
+                    f"norm_gain of {gain}: no probe reached {unseen[0]}, which may read it; pass inputs= that do"
                 )
+                for family, lines in enumerate(found.lines):  # nor is it to be paired line by line
+                    if lines.name == gain:
+                        found.explained[family][:] = True
                 continue
             found.admit(Relation(tuple(sides), float(residual.max()), "aligned"))
 

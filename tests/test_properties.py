@@ -7,7 +7,7 @@ import warnings
 import pytest
 from expected_rules import pairs
 from families_table import differences
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_models import Recipe, built, generators, ids, recipes
 
@@ -38,17 +38,9 @@ def errors(recipe: Recipe, granularity: Granularity, described: Recipe | None = 
     return wrong + [line for line in said if line not in unproved]
 
 
-def unsettled(r: Recipe) -> bool:
-    """Rotary positions on some channels and as many key heads as query heads: what the two strict xfails are about."""
-    still = r.size - r.rotated
-    partly = r.share == 1 and r.rotary != "none" and not r.normalised and still > 0
-    return partly and (still == 1 or r.keys_first)
-
-
 @settings(max_examples=30, **UNDISTURBED)  # type: ignore[arg-type]
 @given(recipe=recipes(), granularity=st.sampled_from(GRANULARITIES))
 def test_a_random_architecture_has_the_pairs_of_its_closed_form(recipe: Recipe, granularity: Granularity) -> None:
-    assume(not unsettled(recipe))
     assert errors(recipe, granularity) == []
 
 
@@ -58,11 +50,9 @@ def test_a_random_architecture_has_the_pairs_of_its_closed_form(recipe: Recipe, 
 def test_many_random_architectures_have_the_pairs_of_their_closed_form(
     recipe: Recipe, granularity: Granularity
 ) -> None:
-    assume(not unsettled(recipe))
     assert errors(recipe, granularity) == []
 
 
-@pytest.mark.xfail(strict=True, reason="reported: called up_down, and split off its head's other channels")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("storage", ["separate", "fused", "interleaved"])
@@ -74,12 +64,9 @@ def test_one_channel_a_head_without_positions_is_a_channel_of_attention(
     assert errors(recipe, granularity) == []
 
 
-TWISTED = pytest.mark.xfail(strict=True, reason="reported: rotated channels go by the order of rows instead")
-
-
 @pytest.mark.parametrize("granularity", ["matrix", "head"])
 @pytest.mark.parametrize(
-    "keys_first", [pytest.param(False, id="queries_first"), pytest.param(True, id="keys_first", marks=TWISTED)]
+    "keys_first", [pytest.param(False, id="queries_first"), pytest.param(True, id="keys_first")]
 )
 @pytest.mark.parametrize("storage", ["separate", "fused", "interleaved"])
 def test_channels_with_and_without_positions_agree_on_which_side_is_the_query(
