@@ -17,7 +17,8 @@ def main() -> None:
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)  # fmt: skip
     model = LlamaForCausalLM(config)
-    saggs.inject_imbalance(model, saggs.find_pairs(model, saggs.BALANCED_KINDS), factor=32.0)  # the same function, badly scaled
+    pairs = saggs.find_pairs(model, saggs.BALANCED_KINDS)
+    saggs.inject_imbalance(model, pairs, factor=32.0)  # the same function, badly scaled
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     rebalancer = saggs.Rebalancer(model, optimizer, every=10)  # 1: finds the exact pairs and certifies them

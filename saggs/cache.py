@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from saggs.pairs import ScalePair, canonical_names, unwrap
+from saggs.pairs import ScalePair, canonical_names, named_parameters, unwrap
 
 FORMAT = 1
 DIRECTORY = "SAGGS_CACHE"
@@ -36,6 +36,7 @@ DIRECTORY = "SAGGS_CACHE"
 _MOST = 64
 _OF_EVERY_MODULE = {"training", *vars(nn.Module())}
 _memory: dict[str, list[ScalePair]] = {}
+_refused: set[Path] = set()  # files that could not be written: said once
 
 
 def cached(
@@ -56,23 +57,26 @@ def cached(
     key = key_of(model, granularity)
     if key is None:
         return list(find())
-    if key not in _memory:
-        if directory is None and (named := os.environ.get(DIRECTORY)):
-            directory = Path(named)
-        file = None if directory is None else directory / f"pairs-{key}.json"
-        kept = None if file is None else _read(file)
+    if directory is None and (named := os.environ.get(DIRECTORY)):
+        directory = Path(named)
+    file = None if directory is None else directory / f"pairs-{key}.json"
+    pairs = _memory.get(key)
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
+    kept = _read(file, shapes) if file is not None and pairs is None else None
+    if pairs is None:
         pairs = list(find()) if kept is None else kept
-        if file is not None and kept is None:
-            _write(file, pairs)
         while len(_memory) >= _MOST:
             _memory.pop(next(iter(_memory)))
         _memory[key] = pairs
-    return list(_memory[key])
+    if file is not None and kept is None and file not in _refused and not _intact(file, shapes):
+        _write(file, pairs)
+    return list(pairs)
 
 
 def clear() -> None:
     """Forget what is in memory; files stay."""
     _memory.clear()
+    _refused.clear()
 
 
 def key_of(model: nn.Module, granularity: str) -> str | None:
@@ -96,6 +100,11 @@ def _described(model: nn.Module) -> list[str]:
     classes = {base for m in model.modules() for base in type(m).__mro__ if base is not object}
     if local := [c for c in classes if "<locals>" in c.__qualname__]:
         raise _Untold(f"{local[0].__qualname__} closes over what cannot be seen")
+    for c in classes:
+        forward = inspect.unwrap(vars(c).get("forward", _described))
+        own = inspect.getsourcefile(sys.modules[c.__module__])
+        if "forward" in vars(c) and inspect.isfunction(forward) and forward.__code__.co_filename != own:
+            raise _Untold(f"{c.__qualname__}.forward has been replaced")
     parts = sorted(_source_of(c.__module__) for c in classes)
     for name, module in model.named_modules():
         if any(getattr(module, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks")):
@@ -106,7 +115,8 @@ def _described(model: nn.Module) -> list[str]:
     parts += [f"{alias} {name}" for alias, name in canonical_names(model).items()]
     parts += [f"parameter {name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
     for name, buffer in model.named_buffers():
-        values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        wide = buffer.detach().cpu().double() if buffer.is_floating_point() else buffer.detach().cpu()
+        values = wide.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         parts.append(f"buffer {name} {tuple(buffer.shape)} {hashlib.sha256(values).hexdigest()}")
     return parts
 
@@ -118,7 +128,7 @@ def _source_of(module: str) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    own = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    own = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE and k != "_is_torch_compile"}
     return json.dumps(_plain(own), sort_keys=True)
 
 
@@ -139,7 +149,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return ["tensor", list(value.shape), value.double().cpu().tolist() if value.numel() <= 4096 else "large"]
     if isinstance(value, partial):
         return ["partial", _code(value.func), _plain(list(value.args), depth + 1), _plain(value.keywords, depth + 1)]
-    if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value) or inspect.ismethod(value):
+    if inspect.ismethod(value):
+        return ["method", _code(value.__func__), _plain(value.__self__, depth + 1)]
+    if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value):
         return _code(value)
     if isinstance(value, nn.Module):
         return type(value).__qualname__
@@ -150,18 +162,27 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _code(value: Any) -> str:
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    if "<lambda>" in name or "<locals>" in name:
+    if "<lambda>" in name or "<locals>" in name or getattr(value, "__closure__", None):
         raise _Untold(f"{name} closes over what cannot be seen")
     return name if inspect.isbuiltin(value) else f"{name} {inspect.getsource(value)}"
 
 
-def _read(file: Path) -> list[ScalePair] | None:
+def _intact(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _read(file, shapes) is not None
+
+
+def _read(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[ScalePair] | None:
     try:
         held = json.loads(file.read_text())
-        return [ScalePair.from_json(pair) for pair in held["pairs"]]
+        pairs = [ScalePair.from_json(pair) for pair in held["pairs"]]
+        if foreign := [part for pair in pairs for part in pair.slices if shapes.get(part.name) != part.shape]:
+            raise ValueError(f"{foreign[0]} is none of this model's")
+        return pairs
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"{file} holds no pairs ({error}); they are found anew", stacklevel=2)
         return None
 
@@ -179,6 +200,7 @@ def _write(file: Path, pairs: Sequence[ScalePair]) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+        _refused.add(file)
         warnings.warn(f"{file} cannot be written ({error}); pairs are found anew next time", stacklevel=2)
 
 

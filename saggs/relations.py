@@ -211,11 +211,26 @@ def _equal_lines(found: Relations) -> None:
             first, second, p, q, matches = second, first, q, p, [(b, a) for a, b in matches]
         if crosses(found.lines[first], found.lines[second]):
             continue
-        index = torch.tensor(sorted(matches))
+        index = _with_unreached(found, first, second, torch.tensor(sorted(matches)))
         sides = ((first, index[:, :1], p), (second, index[:, 1:], -q))
         good = found.residual_of(sides) <= EXACT
         if bool(good.any()):
             admit(found, [(f, i[good], a) for f, i, a in sides], "chain" if chained else "lines")
+
+
+def _with_unreached(found: Relations, first: int, second: int, index: Tensor) -> Tensor:
+    """With the few lines between the matched ones that no probe reached on either side: neurons dead on all samples.
+
+    They are what their neighbours are, or certification will say so.
+    """
+    shift = index[:, 1] - index[:, 0]
+    if bool((shift != shift[0]).any()) or 10 * len(index) < 9 * int(index[-1, 0] - index[0, 0] + 1):
+        return index
+    one, two = found.exercised[first], found.exercised[second]
+    own = torch.arange(max(0, -int(shift[0])), min(len(one), len(two) - int(shift[0])))
+    dead = own[~one[own] & ~two[own + shift[0]]]
+    both = torch.cat([index, torch.stack([dead, dead + shift[0]], dim=1)])
+    return both[torch.argsort(both[:, 0])]
 
 
 def _numbered(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,8 @@ class Leaf(nn.Module):
 
     def __init__(self, width: int, homogeneous: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 9), nn.Linear(9, width)
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.up, self.down = nn.Linear(width, 9, bias=False), nn.Linear(9, width, bias=False)
         self.homogeneous = homogeneous
 
     def forward(self, x: Tensor) -> Tensor:
