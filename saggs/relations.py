@@ -58,6 +58,7 @@ from saggs.combs import find_equal_sums
 from saggs.ledger import EXACT, Relation, Relations, Side, admit, crosses
 
 _LARGEST_EXPONENT = 8
+_FAINT = 1e-7  # of the largest charge: below it, rounding hides whether two lines are equal
 
 
 def find_relations(table: ChargeTable, summed: Callable[[Lines], bool] | None = None) -> Relations:
@@ -187,10 +188,12 @@ def _whole_numbers(vector: Tensor, tolerance: float = 1e-6) -> list[int] | None:
 
 def _equal_lines(found: Relations) -> None:
     """Lines whose charges are proportional on every probe: hashed, so that the work is that of sorting them."""
-    family, line = _numbered([found.free(f) for f in range(len(found.lines))])
+    # Biases ride with their rows: for a neuron that is active on one token alone they would look like one more line.
+    free = [found.free(f) & (lines.name not in found.wiring.additive) for f, lines in enumerate(found.lines)]
+    family, line = _numbered(free)
     if not len(line):
         return
-    charges = torch.cat([found.charges[f][:, found.free(f)] for f in range(len(found.lines))], dim=1).T
+    charges = torch.cat([found.charges[f][:, mask] for f, mask in enumerate(free)], dim=1).T
     norms = charges.norm(dim=1)
     label = _clusters(charges / norms[:, None])
     order = torch.argsort(label, stable=True)
@@ -213,20 +216,21 @@ def _equal_lines(found: Relations) -> None:
             continue
         index = _with_unreached(found, first, second, torch.tensor(sorted(matches)))
         sides = ((first, index[:, :1], p), (second, index[:, 1:], -q))
-        good = found.residual_of(sides) <= EXACT
+        faint = (found.norms[first][index[:, 0]] <= _FAINT) & (found.norms[second][index[:, 1]] <= _FAINT)
+        good = (found.residual_of(sides) <= EXACT) | faint
         if bool(good.any()):
             admit(found, [(f, i[good], a) for f, i, a in sides], "chain" if chained else "lines")
 
 
 def _with_unreached(found: Relations, first: int, second: int, index: Tensor) -> Tensor:
-    """With the few lines between the matched ones that no probe reached on either side: neurons dead on all samples.
+    """With the few lines between the matched ones that hardly a probe reached on either side: neurons that sleep.
 
     They are what their neighbours are, or certification will say so.
     """
     shift = index[:, 1] - index[:, 0]
     if bool((shift != shift[0]).any()) or 10 * len(index) < 9 * int(index[-1, 0] - index[0, 0] + 1):
         return index
-    one, two = found.exercised[first], found.exercised[second]
+    one, two = (found.norms[f] > _FAINT for f in (first, second))
     own = torch.arange(max(0, -int(shift[0])), min(len(one), len(two) - int(shift[0])))
     dead = own[~one[own] & ~two[own + shift[0]]]
     both = torch.cat([index, torch.stack([dead, dead + shift[0]], dim=1)])

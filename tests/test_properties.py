@@ -65,9 +65,7 @@ def test_one_channel_a_head_without_positions_is_a_channel_of_attention(
 
 
 @pytest.mark.parametrize("granularity", ["matrix", "head"])
-@pytest.mark.parametrize(
-    "keys_first", [pytest.param(False, id="queries_first"), pytest.param(True, id="keys_first")]
-)
+@pytest.mark.parametrize("keys_first", [pytest.param(False, id="queries_first"), pytest.param(True, id="keys_first")])
 @pytest.mark.parametrize("storage", ["separate", "fused", "interleaved"])
 def test_channels_with_and_without_positions_agree_on_which_side_is_the_query(
     storage: str, keys_first: bool, granularity: Granularity
