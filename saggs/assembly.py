@@ -49,9 +49,8 @@ def assembled(
     """
     groups: dict[tuple[object, ...], _Members] = {}
     for number, part in enumerate(generators):
-        joined = tuple((s.lines.key, s.exponent) for s in part.relation.sides)
         for g in range(part.relation.count):
-            key = _key(part, joined, g, granularity, number)
+            key = _key(part, g, granularity, number)
             groups.setdefault(key, _Members(part.kind)).add(part.relation.sides, g)
     modules = [unwrapped_name(name) for name, _ in unwrap(model).named_modules()]
     order = {name: position for position, name in enumerate(modules)}
@@ -60,9 +59,7 @@ def assembled(
     return sorted(pairs, key=lambda p: (order.get(p.path, -1), KINDS.index(p.kind), _first(p)))
 
 
-def _key(
-    part: Generators, joined: tuple[object, ...], g: int, granularity: Granularity, number: int
-) -> tuple[object, ...]:
+def _key(part: Generators, g: int, granularity: Granularity, number: int) -> tuple[object, ...]:
     names = tuple((s.lines.name, s.lines.dims, s.exponent) for s in part.relation.sides)
     if granularity == "channel":
         return part.kind, number, g

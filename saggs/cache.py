@@ -153,8 +153,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return ["method", _code(value.__func__), _plain(value.__self__, depth + 1)]
     if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value):
         return _code(value)
-    if isinstance(value, nn.Module):
-        return type(value).__qualname__
+    if isinstance(value, nn.Module):  # held in a plain list, say, so that it is none of the model's modules
+        return [f"{name} {type(m).__qualname__} {_settings(m)}" for name, m in value.named_modules()]
     if hasattr(value, "__dict__"):
         return [type(value).__qualname__, _plain(vars(value), depth + 1)]
     raise _Untold(f"a setting of type {type(value).__name__}")

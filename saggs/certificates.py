@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saggs.charges import require_real
+from saggs.copies import require_real
 from saggs.inputs import Inputs, Output, default_inputs, default_output, on_device, refusing
 from saggs.pairs import ScalePair, canonical_names, named_parameters, unwrap, unwrapped_name
 from saggs.trials import CONTROL, FACTORS, SPREADS, TOLERANCE, Call, CertificationError, InPlaceTrial, Trial, dtype_of

@@ -54,7 +54,6 @@ network by it is, as far as we know, not done elsewhere.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +63,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from saggs.copies import cloned, draw_statistics, raise_eps, require_real
 from saggs.inputs import Inputs, Output, default_inputs, default_output, refusing, widened
 from saggs.pairs import named_parameters, unwrap
 from saggs.precision import float64_everywhere, use_plain_kernels
@@ -73,8 +73,6 @@ Role = Literal["out", "in", "entry"]
 Consume = Callable[[int, str, Tensor, Tensor], None]
 SPREADS = (1.0, 2.0, 4.0)
 PROBES_PER_DRAW = 4
-RAISED_EPS = 1e-2
-_LARGEST_EPS = 1e-4
 _SAMPLES = 16
 
 
@@ -284,48 +282,6 @@ def _gradients(outputs: Tensor, parameters: Sequence[Tensor], losses: Tensor) ->
             None if column[0] is None else torch.stack([g for g in column if g is not None])
             for column in zip(*each, strict=True)
         ]
-
-
-def cloned(module: nn.Module) -> nn.Module:
-    """A float64 copy on the CPU in evaluation mode. A ValueError where the module cannot be copied."""
-    try:
-        return copy.deepcopy(module).double().eval().cpu()
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{type(module).__name__} cannot be copied ({error}); remove what it holds besides weights (activations "
-            "with their graph, hooks of old-style weight norm or pruning: make them permanent first)"
-        ) from error
-
-
-def draw_statistics(model: nn.Module, generator: torch.Generator) -> None:
-    """Random running statistics in batch norms, in place: fresh ones, 0 and 1, hide that a norm shifts."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-                assert module.running_var is not None
-                shape = module.running_mean.shape
-                module.running_mean.copy_(torch.randn(shape, generator=generator))
-                module.running_var.copy_(0.5 + torch.rand(shape, generator=generator))
-
-
-def require_real(model: nn.Module) -> None:
-    """Raise a ValueError, naming the parameter, where a model has no plain floating-point weights to look at."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device; load real weights before certifying")
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}: quantised weights cannot be certified, nor whole or complex "
-                "numbers; only real floating-point weights"
-            )
-
-
-def raise_eps(model: nn.Module) -> None:
-    """Set every tiny float that a submodule keeps (a norm's eps, under whatever name) to 0.01, in place."""
-    for module in model.modules():
-        for key, value in vars(module).items():
-            if isinstance(value, float) and 0 < value <= _LARGEST_EPS:
-                setattr(module, key, RAISED_EPS)
 
 
 def lines_of(parameters: Mapping[str, nn.Parameter], wiring: Wiring) -> tuple[Lines, ...]:

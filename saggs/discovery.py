@@ -20,7 +20,7 @@ from torch import nn
 from saggs.assembly import GRANULARITIES, Granularity, assembled
 from saggs.cache import cached
 from saggs.certificates import CertificationError, examine
-from saggs.charges import require_real
+from saggs.copies import require_real
 from saggs.inputs import Inputs, Output
 from saggs.lifting import Analysis, analyse
 from saggs.pairs import KINDS, ScalePair, unwrap

@@ -65,7 +65,7 @@ def classify(found: Relations, probing: Probing, probes_per_draw: int = 2) -> li
     """The kind and the heads of every relation; relations of no known kind are left out.
 
     Args:
-        found: from `saggs.relations.relations`.
+        found: from `saggs.relations.find_relations`.
         probing: the copy of the model that the charges were measured on.
         probes_per_draw: losses for each of the three draws of the weights. (At one draw a neuron may be active on all
             samples, and pass for a channel.)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saggs.charges import cloned, draw_statistics
+from saggs.copies import cloned, draw_statistics
 from saggs.inputs import Output, on_device, widened
 from saggs.pairs import (
     Certificate,
