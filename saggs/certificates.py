@@ -8,7 +8,9 @@ by 2^6, 2^-6, an odd factor, and a negative one if it claims any sign, changes t
 relative to their largest entry; pairs of one module are rescaled together, each by its own factor (and once more by
 random ones, so that no two faults make up for each other), and told apart by halving where that fails. It is asked at
 the model's own weights and again at matrices of standard deviation 0.4 and 2, since a clamp looks linear until
-something reaches it. Scaling the left side alone has to change the outputs: a check that cannot fail proves nothing.
+something reaches it. Scaling the left side alone has to change the outputs, and so has every slice of the pair: a
+check that cannot fail proves nothing. One backward pass tells it of all slices; a slice that matters at none of these
+weights (an expert that no token is routed to) is named and the pair refused.
 
 One module at a time is held in float64, so a model of a billion parameters needs little beyond itself. Where a pair
 fails within its module, the whole model has the last word, if it is small enough to be cloned. What only the whole of a
@@ -17,7 +19,7 @@ two, and its tensors are put back. Of a large model's blocks with the same param
 wider weights: those do not depend on the block.
 
 It is a proof at three points, on random inputs, not for all of them: what no input and no draw reaches (a clamp beyond
-a thousand times the activations, an expert that no token is routed to) it cannot see.
+a thousand times the activations) it cannot see.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saggs.copies import require_real
+from saggs.copies import dtype_of, require_real
 from saggs.inputs import Inputs, Output, default_inputs, default_output, on_device, refusing
 from saggs.pairs import ScalePair, canonical_names, named_parameters, unwrap, unwrapped_name
-from saggs.trials import CONTROL, FACTORS, SPREADS, TOLERANCE, Call, CertificationError, InPlaceTrial, Trial, dtype_of
+from saggs.trials import CONTROL, FACTORS, TOLERANCE, Call, CertificationError, InPlaceTrial, Trial
 
 LARGE = 200_000_000
 SMALL = 2_000_000
@@ -100,7 +102,7 @@ def _examined(
         else:
             likeness = homes.likeness(home, here)
             trial = Trial(source, home, calls.get(home, [((), arguments)]), read, here)
-            results = trial.examine(here, () if large and likeness in seen else SPREADS)
+            results = trial.examine(here, everywhere=not (large and likeness in seen))
             seen.add(likeness)
         for position, result in zip(members, results, strict=True):
             found[position] = result
@@ -117,7 +119,7 @@ def _examined(
             failed = local
     if failed:
         here = [pairs[i] for i in failed]
-        for position, result in zip(failed, Trial(source, "", whole, read, here).examine(here, SPREADS), strict=True):
+        for position, result in zip(failed, Trial(source, "", whole, read, here).examine(here), strict=True):
             found[position] = result
     return found
 

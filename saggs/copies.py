@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -33,6 +34,36 @@ def draw_statistics(model: nn.Module, generator: torch.Generator) -> None:
                 module.running_var.copy_(0.5 + torch.rand(shape, generator=generator))
 
 
+def redraw(parameters: Mapping[str, nn.Parameter], spread: float, last: float, generator: torch.Generator) -> None:
+    """Matrices from a normal law of this standard deviation; biases and gains are random already and stay.
+
+    Where they are from such a law already, of standard deviation `last`, the same draw is stretched.
+    """
+    with torch.no_grad():
+        for parameter in parameters.values():
+            if parameter.dim() < 2:
+                continue
+            if last:
+                parameter.mul_(spread / last)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
+
+
+def draw_degenerate(parameters: Mapping[str, nn.Parameter], generator: torch.Generator) -> None:
+    """Draw biases and gains (1-D), and constant tensors of any shape, from a normal law: zeros and ones hide faults."""
+    with torch.no_grad():
+        for parameter in parameters.values():
+            constant = parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all())
+            if parameter.dim() <= 1 or constant:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.copy_(parameter + 0.4 * noise)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
 def require_real(model: nn.Module) -> None:
     """Raise a ValueError, naming the parameter, where a model has no plain floating-point weights to look at."""
     for name, parameter in model.named_parameters():
@@ -53,4 +84,13 @@ def raise_eps(model: nn.Module) -> None:
                 setattr(module, key, RAISED_EPS)
 
 
-__all__ = ["RAISED_EPS", "cloned", "draw_statistics", "raise_eps", "require_real"]
+__all__ = [
+    "RAISED_EPS",
+    "cloned",
+    "draw_degenerate",
+    "draw_statistics",
+    "dtype_of",
+    "raise_eps",
+    "redraw",
+    "require_real",
+]

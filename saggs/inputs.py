@@ -7,6 +7,7 @@ configuration has natural defaults; any other module has to say.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,22 @@ def default_output(result: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise ValueError(f"a {type(result).__name__} has no logits; pass output=, a callable that returns a tensor")
     return found
+
+
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Every floating tensor in the result of a forward pass."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from floating_tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from floating_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from floating_tensors(getattr(value, field.name))
 
 
 @contextmanager

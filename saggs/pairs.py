@@ -104,7 +104,8 @@ class Certificate:
 
     Attributes:
         residual: largest relative change of the outputs under the tried factors.
-        control: relative change when the left side alone is scaled: what a wrong pair would show.
+        control: relative change when the left side alone is scaled: what a wrong pair would show. Of many pairs of
+            one kind in one module: to first order.
         tolerance: the residual had to stay below this.
         factors: the factors tried.
         spreads: standard deviations of random weights at which the pair held too, beside the model's own weights.

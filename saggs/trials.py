@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saggs.copies import cloned, draw_statistics
-from saggs.inputs import Output, on_device, widened
+from saggs.copies import cloned, draw_degenerate, draw_statistics, dtype_of, redraw
+from saggs.inputs import Output, floating_tensors, on_device, widened
 from saggs.pairs import (
     Certificate,
     ParameterSlice,
@@ -47,6 +48,44 @@ class CertificationError(ValueError):
     """A pair changes the model's outputs, or its control does not."""
 
 
+@dataclasses.dataclass
+class _Verdict:
+    """What has been found about one pair so far.
+
+    Attributes:
+        residual: the largest change of the outputs at the own weights.
+        spreads: wider weights at which the pair held, too.
+        failure: it is not exact.
+        control: what scaling its left side alone changes.
+        idle: what of it changes nothing, so that it proves nothing; None where there is nothing such.
+    """
+
+    residual: float = 0.0
+    spreads: tuple[float, ...] = ()
+    failure: CertificationError | None = None
+    control: float = 0.0
+    idle: str | None = None
+
+    def hear(self, residual: float | CertificationError, spread: float | None = None) -> None:
+        if isinstance(residual, CertificationError):
+            self.failure = residual
+        elif spread is None:
+            self.residual = residual
+        else:
+            self.spreads = (*self.spreads, spread)
+
+    def on(self, pair: ScalePair, tolerance: float, factors: tuple[float, ...]) -> ScalePair | CertificationError:
+        """The pair with its certificate, or why it has none."""
+        if self.failure is not None:
+            return self.failure
+        if self.idle is not None:
+            return CertificationError(
+                f"{pair} proves nothing: {self.idle}. The inputs do not exercise it; pass other inputs="
+            )
+        certificate = Certificate(self.residual, self.control, tolerance, factors, self.spreads)
+        return dataclasses.replace(pair, certificate=certificate)
+
+
 class Trial:
     """A float64 clone of one module with what it is called with. To be used once: other weights are left in it."""
 
@@ -63,31 +102,35 @@ class Trial:
         names = canonical_names(model)
         self._parameters = {names[f"{home}.{name}" if home else name]: p for name, p in own.items()}
         self._generator = torch.Generator().manual_seed(0)
-        _randomise_degenerate(self._parameters, self._generator)
+        draw_degenerate(self._parameters, self._generator)
         draw_statistics(self._module, self._generator)
         if not self._take_reference():
             raise ValueError(f"{type(model).__name__}'s outputs are not finite; nothing can be certified on it")
 
-    def examine(self, pairs: Sequence[ScalePair], spreads: Sequence[float]) -> list[ScalePair | CertificationError]:
-        """Every pair with its certificate, or the error that says why it has none."""
-        found: list[ScalePair | CertificationError] = self._at_own_weights(pairs, TOLERANCE, _factors)
+    def examine(self, pairs: Sequence[ScalePair], *, everywhere: bool = True) -> list[ScalePair | CertificationError]:
+        """Every pair with its certificate, or the error that says why it has none.
+
+        With `everywhere`, at the wider weights too; without, only those pairs that nothing exercises at the own ones
+        (a neuron that is dead there): what is to be proved and the control have to hold at the same weights.
+        """
+        verdicts = self._at_own_weights(pairs, TOLERANCE, _factors)
         last = 0.0
-        for spread in spreads:
-            _redraw(self._parameters, spread, last, self._generator)
+        for spread in SPREADS:
+            asked = [i for i, v in enumerate(verdicts) if v.failure is None and (everywhere or v.idle is not None)]
+            if not asked:
+                continue
+            redraw(self._parameters, spread, last, self._generator)
             last = spread
             if not self._take_reference():  # overflow: this module cannot be run so wide, and wider still is no use
                 break
             where = f"at weights of standard deviation {spread:g}"
-            proved = [i for i, f in enumerate(found) if isinstance(f, ScalePair)]
-            residuals = self._residuals([pairs[i] for i in proved], SPREAD_TOLERANCE, where, _factors, turns=1)
-            for i, residual in zip(proved, residuals, strict=True):
-                before = found[i]
-                if isinstance(residual, CertificationError):
-                    found[i] = residual
-                elif isinstance(before, ScalePair) and before.certificate is not None:
-                    proof = dataclasses.replace(before.certificate, spreads=(*before.certificate.spreads, spread))
-                    found[i] = dataclasses.replace(before, certificate=proof)
-        return found
+            here = [pairs[i] for i in asked]
+            residuals = self._residuals(here, SPREAD_TOLERANCE, where, _factors, turns=1)
+            for i, residual in zip(asked, residuals, strict=True):
+                verdicts[i].hear(residual, spread)
+            still = [i for i in asked if verdicts[i].failure is None and verdicts[i].idle is not None]
+            self._control([pairs[i] for i in still], [verdicts[i] for i in still])
+        return [verdict.on(pair, TOLERANCE, _factors(pair)) for pair, verdict in zip(pairs, verdicts, strict=True)]
 
     def joint_residual(self, pairs: Sequence[ScalePair]) -> float:
         """Change of the outputs when all pairs are rescaled at once, each by a random factor of its own."""
@@ -96,40 +139,93 @@ class Trial:
 
     def _at_own_weights(
         self, pairs: Sequence[ScalePair], tolerance: float, factors_of: Callable[[ScalePair], tuple[float, ...]]
-    ) -> list[ScalePair | CertificationError]:
+    ) -> list[_Verdict]:
+        verdicts = [_Verdict() for _ in pairs]
         residuals = self._residuals(pairs, tolerance, "at its own weights", factors_of)
-        controls = self._controls(pairs)
-        found: list[ScalePair | CertificationError] = []
-        for pair, residual, control in zip(pairs, residuals, controls, strict=True):
-            if isinstance(residual, CertificationError):
-                found.append(residual)
-            elif not control > max(CONTROL, 100 * tolerance):
-                found.append(CertificationError(
-                    f"{pair} proves nothing: scaling its left side alone by {FACTORS[0]:g} changes the outputs by only "
-                    f"{control:.1e}. The inputs do not exercise it; pass other inputs="
-                ))  # fmt: skip
-            else:
-                certificate = Certificate(residual, control, tolerance, factors_of(pair))
-                found.append(dataclasses.replace(pair, certificate=certificate))
-        return found
+        for verdict, residual in zip(verdicts, residuals, strict=True):
+            verdict.hear(residual)
+        held = [i for i, verdict in enumerate(verdicts) if verdict.failure is None]
+        self._control([pairs[i] for i in held], [verdicts[i] for i in held], max(CONTROL, 100 * tolerance))
+        return verdicts
 
-    def _controls(self, pairs: Sequence[ScalePair]) -> list[float]:
-        """What scaling each left side alone changes. Of the many pairs of a fine granularity some answer for all."""
-        families: dict[tuple[str, str], list[int]] = {}
-        for i, pair in enumerate(pairs):
-            families.setdefault((pair.kind, pair.path), []).append(i)
-        controls = [0.0] * len(pairs)
-        for members in families.values():
-            apart = len(members) <= _CONTROLS_ONE_BY_ONE
-            for unit in [[i] for i in members] if apart else [members]:
-                some = unit[:: max(1, len(unit) // _CONTROLS_ONE_BY_ONE)]
-                scalings = [(pairs[i].left, FACTORS[0]) for i in some]
-                change = self._change(partial(self._scale, scalings))
-                if not change > CONTROL:  # what a later norm divides out: every other entry is not divided out
-                    change = self._change(partial(self._scale, scalings, every_other=True))
-                for i in unit:
-                    controls[i] = change
-        return controls
+    def _control(self, pairs: Sequence[ScalePair], verdicts: Sequence[_Verdict], least: float = CONTROL) -> None:
+        """Find out whether every slice of every pair matters to the outputs, and what the left side alone changes.
+
+        One backward pass tells it of all slices to first order; what has no gradient is scaled, to see. Scaled by
+        itself is the left side of every pair, too, where there are few: of tens of thousands of channels, first order
+        is what is asked.
+        """
+        if not pairs:
+            return
+        charges = self._charges([part for pair in pairs for part in pair.slices if not part.bias])
+        families = Counter((pair.kind, pair.path) for pair in pairs)
+        for pair, verdict in zip(pairs, verdicts, strict=True):
+            if families[pair.kind, pair.path] > _CONTROLS_ONE_BY_ONE:
+                control = sum(charges[part] for part in pair.left if not part.bias)
+            else:
+                control = self._change(partial(self._scale, [(pair.left, FACTORS[0])]))
+                if not control > CONTROL:  # what a later norm divides out: every other entry is not divided out
+                    control = self._change(partial(self._scale, [(pair.left, FACTORS[0])], every_other=True))
+            verdict.control = control
+            idle = [part for part in pair.slices if not part.bias and not charges[part] > CONTROL]
+            verdict.idle = None
+            if not control > least:
+                verdict.idle = (
+                    f"scaling its left side alone by {FACTORS[0]:g} changes the outputs by only {control:.1e}"
+                )
+            elif idle:
+                verdict.idle = f"{idle[0]} changes the outputs by only {charges[idle[0]]:.1e}"
+
+    def _charges(self, parts: Sequence[ParameterSlice]) -> dict[ParameterSlice, float]:
+        """How much every slice matters: Σ |w dL/dw| for a random L of the outputs, which are of order 1 in it.
+
+        Of slices that show nothing so, what scaling them changes.
+        """
+        names = sorted({part.name for part in parts})
+        moving = [self._parameters[name] for name in names]
+        flags = [p.requires_grad for p in moving]
+        gradients: Sequence[Tensor | None] = [None] * len(names)
+        try:
+            for parameter in moving:
+                parameter.requires_grad_(True)
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(self._loss(self._run()), moving, allow_unused=True)
+        except RuntimeError:  # no gradient to be had: then all of them are scaled, to see
+            pass
+        finally:
+            for parameter, flag in zip(moving, flags, strict=True):
+                parameter.requires_grad_(flag)
+        with torch.no_grad():
+            moved = dict(zip(names, gradients, strict=True))
+            charges = dict.fromkeys(parts, 0.0)
+            for part in charges:
+                if (gradient := moved[part.name]) is not None:
+                    weight = part.view(self._parameters[part.name]) + part.offset
+                    charges[part] = float((weight * part.view(gradient)).abs().sum())
+        idle = [part for part, charge in charges.items() if not charge > CONTROL]
+        charges.update(zip(idle, self._moved_by(idle), strict=True))
+        return charges
+
+    def _loss(self, outputs: Sequence[Tensor]) -> Tensor:
+        """A random linear functional of the outputs, in units of their largest entries."""
+        loss = torch.zeros((), dtype=torch.float64, device=outputs[0].device)
+        for now, before in zip(outputs, self._reference, strict=True):
+            weights = torch.randn(now.shape, generator=self._generator, dtype=torch.float64).to(now.device)
+            loss = loss + (weights * now).sum() / before.abs().max().clamp_min(1e-300)
+        return loss
+
+    def _moved_by(self, parts: Sequence[ParameterSlice]) -> list[float]:
+        """What scaling each slice changes: all at once, and by halves where that changes anything."""
+        if not parts:
+            return []
+        scalings = [((part,), FACTORS[(i % 2) * 2]) for i, part in enumerate(parts)]
+        change = self._change(partial(self._scale, scalings))
+        if not change > CONTROL:
+            change = self._change(partial(self._scale, scalings, every_other=True))
+        if len(parts) == 1 or not change > CONTROL:
+            return [change] * len(parts)
+        middle = len(parts) // 2
+        return [*self._moved_by(parts[:middle]), *self._moved_by(parts[middle:])]
 
     def _residuals(
         self,
@@ -225,16 +321,17 @@ class Trial:
     def _take_reference(self) -> bool:
         """Run the clone as it is, and keep its weights; whether its outputs are finite."""
         self._kept = {name: p.detach().clone() for name, p in self._parameters.items() if name in self._moving}
-        self._reference = self._run()
+        with torch.no_grad():
+            self._reference = self._run()
         return bool(self._reference) and all(bool(torch.isfinite(r).all()) for r in self._reference)
 
     def _run(self) -> list[Tensor]:
         results: list[Tensor] = []
-        with torch.no_grad(), float64_everywhere():
+        with float64_everywhere():
             for args, kwargs in self._calls:
                 args, kwargs = copy.deepcopy((args, kwargs))  # a module may write into what it is given
                 result = self._module(*args, **kwargs)
-                results += [self._output(result)] if self._output is not None else _tensors(result)
+                results += [self._output(result)] if self._output is not None else floating_tensors(result)
         return [r.double() for r in results]
 
 
@@ -254,24 +351,27 @@ class InPlaceTrial(Trial):
         if not self._take_reference():
             raise ValueError(f"{type(model).__name__}'s outputs are not finite; nothing can be certified on it")
 
-    def examine(
-        self, pairs: Sequence[ScalePair], spreads: Sequence[float] = ()
-    ) -> list[ScalePair | CertificationError]:
-        """Every pair with its certificate, or the error that says why it has none. `spreads` have no meaning here."""
-        found: list[ScalePair | CertificationError] = []
-        for pair in pairs:
-            # Powers of two change no bit, but for gains used as 1 + w, which round.
-            eps = max(torch.finfo(self._parameters[part.name].dtype).eps for part in pair.slices)
-            tolerance = 64 * eps if any(part.offset for part in pair.slices) else 1e-6
-            found += self._at_own_weights([pair], tolerance, _powers_of_two)
+    def examine(self, pairs: Sequence[ScalePair], *, everywhere: bool = False) -> list[ScalePair | CertificationError]:
+        """Every pair with its certificate, or the error that says why it has none. At the own weights, whatever."""
+        tolerances = [self._tolerance(pair) for pair in pairs]
+        found: list[ScalePair | CertificationError] = list(pairs)
+        for tolerance in sorted(set(tolerances)):
+            asked = [i for i, t in enumerate(tolerances) if t == tolerance]
+            verdicts = self._at_own_weights([pairs[i] for i in asked], tolerance, _powers_of_two)
+            for i, verdict in zip(asked, verdicts, strict=True):
+                found[i] = verdict.on(pairs[i], tolerance, _powers_of_two(pairs[i]))
         return found
+
+    def _tolerance(self, pair: ScalePair) -> float:
+        """Powers of two change no bit, but for gains used as 1 + w, which round."""
+        eps = max(torch.finfo(self._parameters[part.name].dtype).eps for part in pair.slices)
+        return 64 * eps if any(part.offset for part in pair.slices) else 1e-6
 
     def _run(self) -> list[Tensor]:
         training = {module: module.training for module in self._module.modules()}
         self._module.eval()
         try:
-            with torch.no_grad():
-                return [self._read(self._module(*args, **kwargs)).double() for args, kwargs in self._calls]
+            return [self._read(self._module(*args, **kwargs)).double() for args, kwargs in self._calls]
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -285,52 +385,6 @@ def _factors(pair: ScalePair) -> tuple[float, ...]:
     return FACTORS + ((NEGATIVE,) if pair.signs == "any" else ())
 
 
-def _redraw(parameters: Mapping[str, nn.Parameter], spread: float, last: float, generator: torch.Generator) -> None:
-    """Matrices from a normal law of this standard deviation; biases and gains are random already and stay.
-
-    Where they are from such a law already, of standard deviation `last`, the same draw is stretched.
-    """
-    with torch.no_grad():
-        for parameter in parameters.values():
-            if parameter.dim() < 2:
-                continue
-            if last:
-                parameter.mul_(spread / last)
-            else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
-
-
-def _randomise_degenerate(parameters: Mapping[str, nn.Parameter], generator: torch.Generator) -> None:
-    """Draw biases and gains (1-D), and constant tensors of any shape, from a normal law: zeros and ones hide faults."""
-    with torch.no_grad():
-        for parameter in parameters.values():
-            constant = parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all())
-            if parameter.dim() <= 1 or constant:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.copy_(parameter + 0.4 * noise)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype | None:
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return kinds.pop() if len(kinds) == 1 else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every floating tensor in the result of a forward pass."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
 __all__ = [
     "CONTROL",
     "FACTORS",
@@ -340,5 +394,4 @@ __all__ = [
     "CertificationError",
     "InPlaceTrial",
     "Trial",
-    "dtype_of",
 ]

@@ -231,7 +231,12 @@ def _family(build: Callable[[Sizes], nn.Module], name: str, argument: str) -> Fa
     def inputs(generator: torch.Generator, count: int) -> Mapping[str, Any]:
         return {argument: token_ids(generator, count)}
 
-    return Family(lambda: randomised(build(SIZES[name]), seed=1), inputs, lambda result: result)
+    def built() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):  # the biases of a fresh layer are random too
+            torch.manual_seed(0)
+            return randomised(build(SIZES[name]), seed=1)
+
+    return Family(built, inputs, lambda result: result)
 
 
 ODD: dict[str, Family] = {
