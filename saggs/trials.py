@@ -177,7 +177,7 @@ class Trial:
                 verdict.idle = f"{idle[0]} changes the outputs by only {charges[idle[0]]:.1e}"
 
     def _charges(self, parts: Sequence[ParameterSlice]) -> dict[ParameterSlice, float]:
-        """How much every slice matters: Σ |w dL/dw| for a random L of the outputs, which are of order 1 in it.
+        """How much every slice matters: Σ |w ∂L/∂w| for a random L of the outputs, which are of order 1 in it.
 
         Of slices that show nothing so, what scaling them changes.
         """
@@ -195,13 +195,16 @@ class Trial:
         finally:
             for parameter, flag in zip(moving, flags, strict=True):
                 parameter.requires_grad_(flag)
+        charges = dict.fromkeys(parts, 0.0)
+        measured: dict[tuple[object, ...], float] = {}  # a matrix whole, as several pairs may hold it: once
         with torch.no_grad():
-            moved = dict(zip(names, gradients, strict=True))
-            charges = dict.fromkeys(parts, 0.0)
+            moved = {n: g if g is None else g.mul_(p) for n, g, p in zip(names, gradients, moving, strict=True)}
             for part in charges:
-                if (gradient := moved[part.name]) is not None:
-                    weight = part.view(self._parameters[part.name]) + part.offset
-                    charges[part] = float((weight * part.view(gradient)).abs().sum())
+                if (product := moved[part.name]) is not None:
+                    where = part.name, part.ranges
+                    if where not in measured:
+                        measured[where] = float(torch.linalg.vector_norm(part.view(product), 1))
+                    charges[part] = measured[where]
         idle = [part for part, charge in charges.items() if not charge > CONTROL]
         charges.update(zip(idle, self._moved_by(idle), strict=True))
         return charges
