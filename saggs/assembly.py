@@ -16,7 +16,7 @@ from torch import nn
 from saggs.charges import Lines
 from saggs.kinds import Generators
 from saggs.ledger import Side
-from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, unwrap, unwrapped_name
+from saggs.pairs import KINDS, Kind, ParameterSlice, ScalePair, named_parameters, unwrap, unwrapped_name
 from saggs.wiring import Wiring
 
 Granularity = Literal["matrix", "head", "channel"]
@@ -56,7 +56,11 @@ def assembled(
     order = {name: position for position, name in enumerate(modules)}
     layers = _single_layers(model)
     pairs = [_pair(members, wiring, layers, order) for members in groups.values()]
-    return sorted(pairs, key=lambda p: (order.get(p.path, -1), KINDS.index(p.kind), _first(p)))
+    place = {name: position for position, name in enumerate(named_parameters(model))}
+    return sorted(
+        pairs,
+        key=lambda p: (order.get(p.path, -1), KINDS.index(p.kind), place.get(p.left[0].name, -1), _first(p)),
+    )
 
 
 def _key(part: Generators, g: int, granularity: Granularity, number: int) -> tuple[object, ...]:

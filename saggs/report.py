@@ -179,7 +179,8 @@ def plot_algebra(found: Algebra, target: Path, title: str) -> None:
     left.set_xticks(range(0, len(blocks), step), names[::step], rotation=45, ha="right", fontsize=8)
     left.set_ylabel("exact generators")
     left.set_title(f"{title}: {found.dimension}", fontsize=10, loc="left")
-    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
+    if blocks:
+        left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
     space = found.null_space
     values = [max(v, 1e-18) for v in space.singular_values]
     exact = len(values) - space.nullity

@@ -37,7 +37,6 @@ class Wiring:
         additive: parameters that are added to an activation, or passed as a bias.
         kernels: convolution weights: all dimensions but the first two are one line's entries.
         looked_up: embedding tables: rows are picked, not contracted.
-        used: parameters that appeared in any call at all.
     """
 
     reads: dict[str, int] = field(default_factory=dict)
@@ -45,7 +44,6 @@ class Wiring:
     additive: set[str] = field(default_factory=set)
     kernels: set[str] = field(default_factory=set)
     looked_up: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
 
 
 def observe(model: nn.Module, run: Callable[[], Any]) -> Wiring:
@@ -77,9 +75,6 @@ class _Observer(TorchFunctionMode):
         return result
 
     def _look(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], result: Any) -> None:
-        for argument in [*args, *kwargs.values()]:
-            if (found := self._find(argument)) is not None:
-                self.wiring.used.add(found[0])
         if func is functional.linear:
             weight, bias = self._arguments(args, kwargs, "input", "weight", "bias")[1:]
             self._contracted(weight, -1, result)
