@@ -215,17 +215,15 @@ class Rebalancer:
             raise ValueError(f"factors={factors!r}: choose exact, power_of_two, or None to choose by dtype")
         if sweeps is not None:
             _require_count("sweeps", sweeps, "sweeps")
-        if transport:
-            if optimizer is None:
-                raise ValueError("transport=True needs the optimizer; pass it, or transport=False")
-            _transport.require_transportable(optimizer)
+        if transport and optimizer is None:
+            raise ValueError("transport=True needs the optimizer; pass it, or transport=False")
         self.pairs = list(find_pairs(model, BALANCED_KINDS) if pairs is None else pairs)
         if not self.pairs:
             raise ValueError("the model has no exact pair to balance; train it without a Rebalancer")
         parameters = named_parameters(model)
         self._plan = ScalingPlan(self.pairs, parameters)
         if transport and optimizer is not None:
-            _transport.require_owned(optimizer, self.pairs, parameters)
+            _transport.require_transportable(optimizer, self.pairs, parameters)
         warn_of_float16(self._plan, parameters)
         if sweeps not in (None, 1) and not self._plan.overlapping:
             warnings.warn(f"sweeps={sweeps} has no effect: no pairs share an entry, one pass is exact", stacklevel=2)

@@ -32,12 +32,16 @@ LOSS = 8.0
 
 
 class Moving(NamedTuple):
-    """A tensor of parameter `name`'s shape, whose slices of exponent e move by factor ** (degree * e)."""
+    """A tensor that belongs to parameter `name`, whose slices of exponent e move by factor ** (degree * e).
+
+    It has the parameter's shape; or, where `like_weight` is False, it moves as a whole, and so does the parameter.
+    """
 
     name: str
     tensor: Tensor
     degree: int
     is_weight: bool
+    like_weight: bool = True
 
 
 class Constant:

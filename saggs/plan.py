@@ -102,7 +102,8 @@ class Round:
                 counts.append(self._lines[item.name].multiply(item, powers))
                 continue
             for pair, part in self._views.get(item.name, ()):
-                view, device, power = part.view(item.tensor), item.tensor.device, part.exponent * item.degree
+                view = part.view(item.tensor) if item.like_weight else item.tensor
+                device, power = item.tensor.device, part.exponent * item.degree
                 if (power, device) not in of_views:
                     row = powers.on(device)[powers.highest + power]
                     of_views[power, device] = row.index_select(0, self._viewed.on(device)).unbind()
@@ -121,7 +122,7 @@ class Round:
     def first_in(self, name: str, mask: Tensor) -> tuple[ScalePair, ParameterSlice] | None:
         """The first pair with a slice of parameter `name` where the mask is set. Waits for the device."""
         for index, part in self._parts.get(name, ()):
-            if bool(part.view(mask).any()):
+            if bool((part.view(mask) if tuple(mask.shape) == part.shape or part.shape is None else mask).any()):
                 return self.pairs[index], part
         return None
 
@@ -141,6 +142,7 @@ class ScalingPlan:
 
     def __init__(self, pairs: Sequence[ScalePair], parameters: Mapping[str, nn.Parameter]) -> None:
         self.pairs = list(pairs)
+        self._whole = transport.whole_parameters(self.pairs)
         self._first: dict[str, ParameterSlice] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._holders: dict[str, list[int]] = {}
@@ -184,14 +186,15 @@ class ScalingPlan:
     def moving(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> list[Moving]:
         """Every tensor that the factors move: weights, gradients where there are any, the optimizer's state."""
         found = []
+        carrier = None if optimizer is None else transport.Carrier(optimizer)
         for name, weight in self.weights(parameters).items():
             parameter = parameters[name]
             found.append(Moving(name, weight, 1, True))
             if parameter.grad is not None:
                 found.append(Moving(name, parameter.grad, -1, False))
-            if optimizer is not None:
-                state = transport.state_tensors(optimizer, parameter)
-                found += [Moving(name, tensor, degree, False) for tensor, degree in state]
+            if carrier is not None:
+                state = carrier.tensors(parameter, name in self._whole)
+                found += [Moving(name, tensor, degree, False, like_weight) for tensor, degree, like_weight in state]
         return found
 
     def highest_power(self, moving: Iterable[Moving]) -> int:

@@ -69,10 +69,11 @@ def rescale_checked(
         return
     parameters = named_parameters(model)
     if optimizer is not None:
-        transport.require_transportable(optimizer)
-        transport.require_owned(optimizer, pairs, parameters)
+        transport.require_transportable(optimizer, pairs, parameters)
     for pair, factor in zip(pairs, factors, strict=True):
         pair.check_factor(float(factor))
+        if optimizer is not None and factor < 0:
+            transport.require_positive(optimizer, pair, parameters)
     plan = ScalingPlan(pairs, parameters)
     warn_of_float16(plan, parameters)
     with torch.no_grad():
@@ -144,7 +145,7 @@ def warn_of_float16(plan: ScalingPlan, parameters: Mapping[str, nn.Parameter]) -
         warnings.warn(
             f"{found} is in float16, where entries below 6e-5 are subnormal and lose bits, also by powers of two: the "
             "function is kept to rounding only. Rescale in bfloat16 or float32, and convert afterwards",
-            stacklevel=transport._levels_to_caller(),
+            stacklevel=transport.levels_to_caller(),
         )
 
 
@@ -154,7 +155,7 @@ def warn_of_imprecise_gains(count: int) -> None:
         warnings.warn(
             f"{count} gains used as 1 + w are near w = -1 now, where the rounding of w is more than {LOSS:g} times an "
             "ordinary weight's relative to 1 + w. Keep gains in float32, or leave their pairs out",
-            stacklevel=transport._levels_to_caller(),
+            stacklevel=transport.levels_to_caller(),
         )
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked import ROOT, composed
 
 from experiments import config as schema
 from experiments import identity as identity_module
+from experiments import registry
 from experiments.checks import ConfigError, validated
 from experiments.config import (
     SGD,
@@ -178,6 +180,15 @@ def test_a_misspelt_key_in_an_experiment_file_is_refused(tmp_path: Path) -> None
     assert "warmup_steps: 2" in done.stdout
 
 
+@registry.optimizer("adadelta")
+def _adadelta(groups: list[dict[str, Any]], learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.Adadelta(groups, lr=learning_rate)
+
+
+# Its second state, squared updates, starts from eps: no power of a factor carries it.
+ADADELTA = ["optimizer=custom", "optimizer.name=adadelta", "optimizer.learning_rate=1e-2"]
+
+
 def refusal(arguments: list[str], outputs: Path) -> str:
     """The message of a refusal that needs the model or the data; fails where nothing is refused."""
     from experiments import command_line
@@ -197,8 +208,8 @@ def refusal(arguments: list[str], outputs: Path) -> str:
         (["model=debug_llama", "+model.hf.hidden_size=64"], ["model.hf.hidden_size", "change those"]),
         (["rebalance=saggs", "rebalance.kinds=[up_down]"], ["rebalance.kinds", "up_down", "rebalance=none"]),
         (["imbalance=reciprocal", "imbalance.kinds=[up_down]"], ["imbalance.kinds", "imbalance=none"]),
-        (["optimizer=rmsprop", "rebalance=saggs"], ["RMSprop", "rebalance.transport=false"]),
-        (["optimizer=rmsprop", "imbalance=reciprocal"], ["RMSprop", "imbalance.transport=false"]),
+        ([*ADADELTA, "rebalance=saggs"], ["Adadelta", "'acc_delta'", "rebalance.transport=false"]),
+        ([*ADADELTA, "imbalance=reciprocal"], ["Adadelta", "imbalance.transport=false"]),
         (["optimizer=custom", "optimizer.name=mine", "optimizer.learning_rate=1"], ["'mine'", "plugins="]),
         (["plugins=[no_such_module]"], ["no_such_module", "PYTHONPATH"]),
         (["data=wikitext103", "data.vocabulary=50257"], ["wikitext103", "HF_HUB_OFFLINE", "data.path=FOLDER"]),
@@ -224,8 +235,9 @@ def test_missing_data_in_a_real_process_exits_2_quickly_with_a_remedy(tmp_path: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["optimizer=rmsprop", "arm=control"],
-        ["optimizer=rmsprop", "arm=saggs", "rebalance.transport=false", "imbalance.transport=false"],
+        [*ADADELTA, "arm=control"],
+        [*ADADELTA, "arm=saggs", "rebalance.transport=false", "imbalance.transport=false"],
+        ["optimizer=rmsprop", "arm=saggs"],
         ["model=debug_llama", "arm=saggs", "rebalance.kinds=[up_down]"],
         ["model=debug_llama", "+model.hf.rms_norm_eps=1e-5"],
     ],

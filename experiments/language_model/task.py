@@ -28,6 +28,7 @@ from experiments.language_model.training import RebalancingRule, Trainer
 from experiments.run import Run
 from experiments.tracking import Tracker
 from saggs import BALANCED_KINDS, Rebalancer, ScalePair, find_pairs
+from saggs.pairs import named_parameters
 from saggs.transport import require_transportable
 
 
@@ -79,7 +80,7 @@ def prepare(config: Config) -> Prepared:
     pairs = find_pairs(model, BALANCED_KINDS, cache=Path(config.paths.outputs) / "pairs")
     optimizer_model = model.to(device)
     optimizer = build_optimizer(optimizer_model, config.optimizer)
-    _check_imbalance(config, pairs, optimizer)
+    _check_imbalance(config, pairs, optimizer, optimizer_model)
     rebalancer = build_rebalancer(config, optimizer_model, optimizer, pairs)
     batches = Batches(data.train, config.model.context, derived_seed(config.seed, "data"))
     trainer = Trainer(config, optimizer_model, optimizer, pairs, rebalancer, batches, data.validation, device)
@@ -100,17 +101,21 @@ def _chosen(pairs: list[ScalePair], kinds: list[str], key: str, model: str) -> l
     return chosen
 
 
-def _check_imbalance(config: Config, pairs: list[ScalePair], optimizer: torch.optim.Optimizer) -> None:
+def _check_imbalance(
+    config: Config, pairs: list[ScalePair], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
     imbalance = config.imbalance
     if isinstance(imbalance, ReciprocalImbalance):
-        _chosen(pairs, imbalance.kinds, "imbalance.kinds", config.model.name)
+        chosen = _chosen(pairs, imbalance.kinds, "imbalance.kinds", config.model.name)
         if imbalance.transport:
-            _require_transportable(optimizer, "imbalance")
+            _require_transportable(optimizer, "imbalance", chosen, model)
 
 
-def _require_transportable(optimizer: torch.optim.Optimizer, group: str) -> None:
+def _require_transportable(
+    optimizer: torch.optim.Optimizer, group: str, pairs: list[ScalePair], model: nn.Module
+) -> None:
     try:
-        require_transportable(optimizer)
+        require_transportable(optimizer, pairs, named_parameters(model))
     except ValueError as error:
         raise ConfigError(
             f"optimizer={type(optimizer).__name__} with {group}: {error}. Here: {group}.transport=false"
@@ -126,7 +131,7 @@ def build_rebalancer(
         return None
     chosen = _chosen(pairs, rule.kinds, "rebalance.kinds", config.model.name)
     if rule.transport:
-        _require_transportable(optimizer, "rebalance")
+        _require_transportable(optimizer, "rebalance", chosen, model)
     if isinstance(rule, Saggs):
         return Rebalancer(model, optimizer, chosen, every=rule.every, damping=rule.damping, transport=rule.transport)
     common = {"model": model, "optimizer": optimizer, "pairs": chosen}
