@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saggs.balancing import Rebalancer, balance, log2_norm_ratios
+    from saggs.balancing import Rebalancer, balance, canonicalize, log2_norm_ratios
     from saggs.certificates import certify
     from saggs.discovery import find_pairs
     from saggs.explanation import Explanation, explain
@@ -34,6 +34,7 @@ _HOMES = {
     "ScalePair": "pairs",
     "algebra": "nullspace",
     "balance": "balancing",
+    "canonicalize": "balancing",
     "certify": "certificates",
     "explain": "explanation",
     "find_pairs": "discovery",
@@ -55,6 +56,7 @@ __all__ = [
     "ScalePair",
     "algebra",
     "balance",
+    "canonicalize",
     "certify",
     "explain",
     "find_pairs",

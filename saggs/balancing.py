@@ -33,6 +33,7 @@ from saggs.objective import Norm, Terms, nearest_power_of_two, order_of
 from saggs.pairs import BALANCED_KINDS, ScalePair, named_parameters
 from saggs.plan import ScalingPlan
 from saggs.rescaling import warn_of_float16, warn_of_imprecise_gains, weights_as_moving
+from saggs.transport import Optimizers
 
 Rounding = Literal["exact", "power_of_two"]
 SWEEPS = 5
@@ -42,7 +43,7 @@ SWEEPS = 5
 def balance(
     model: nn.Module,
     pairs: Sequence[ScalePair] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     damping: float = 1.0,
     *,
     norm: Norm = "l2",
@@ -56,7 +57,8 @@ def balance(
         model: the model, changed in place.
         pairs: from `find_pairs`; found anew where None. Where some share entries, the returned factors are the
             products over all sweeps.
-        optimizer: its moments are carried along; None leaves optimizer state alone.
+        optimizer: its state is carried along (or those of several: Muon for matrices, AdamW for the rest); None leaves
+            optimizer state alone.
         damping: alpha in (0, 1]; 1 equalises the norms, less goes part of the way.
         norm: "l2" minimises the sum of squares, "l1" that of absolute values; with exponents 1 and -1 the two sides'
             norms of that kind become equal.
@@ -90,6 +92,46 @@ def balance(
         )
     warn_of_imprecise_gains(int(rebalancer.imprecise))
     return applied
+
+
+def canonicalize(
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    pairs: Sequence[ScalePair] | None = None,
+    *,
+    norm: Norm = "l2",
+) -> Tensor:
+    """Move a training state to the one representative of its orbit, balanced; returns the factors applied, (pairs,).
+
+    Two states that compute the same function, and differ by rescalings of these pairs with positive factors, become
+    one: weights, gradients and optimizer state. Restarted from there, they are one run. By powers of two they were
+    apart: every bit is the same; by other factors: to rounding. Biases that have no effect on the outputs (a key's)
+    are carried but are no part of the norms.
+
+    Args:
+        model: the model, changed in place.
+        optimizer: its state is carried along. None where there is none.
+        pairs: from `find_pairs`, no two of which share an entry, as fine as the rescaling (pairs of matrices do not
+            undo a rescaling of heads); of the kinds that the papers balance, found anew, where None.
+        norm: "l2" or "l1".
+
+    Raises:
+        ValueError: pairs that share entries (their balance is reached by sweeps, never to the bit), a pair that has no
+            balanced point, and all that `balance` refuses. Nothing has been changed then.
+    """
+    chosen = list(find_pairs(model, BALANCED_KINDS) if pairs is None else pairs)
+    parameters = named_parameters(model)
+    if ScalingPlan(chosen, parameters).overlapping:
+        raise ValueError(
+            "some of these pairs share entries: their balance is reached by sweeps, to a tolerance, and is no "
+            f"canonical form. Choose kinds that share none ({', '.join(BALANCED_KINDS)}), or use balance"
+        )
+    for pair, *sides in zip(chosen, *pair_norms(chosen, parameters, norm), strict=True):
+        if not all(0 < float(side) < float("inf") for side in sides):
+            raise ValueError(
+                f"{pair}: its norms are {', '.join(f'{float(s):g}' for s in sides)}; it cannot be balanced"
+            )
+    return balance(model, chosen, optimizer, norm=norm)
 
 
 def pair_norms(
@@ -170,7 +212,7 @@ class Rebalancer:
 
     Args:
         model: the model in training, wrapped or not.
-        optimizer: its state is carried along. May be None with transport=False.
+        optimizer: its state is carried along; a list of several is one too. May be None with transport=False.
         pairs: from `find_pairs`; the kinds that the papers balance, found (and certified) anew, where None. At any
             granularity; pairs that share entries are balanced by sweeps.
         every: calls of `step` from one balancing to the next; 1 balances before every optimizer step.
@@ -197,7 +239,7 @@ class Rebalancer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         pairs: Sequence[ScalePair] | None = None,
         *,
         every: int = 10,

@@ -183,7 +183,7 @@ class ScalingPlan:
                 )
         return found
 
-    def moving(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> list[Moving]:
+    def moving(self, parameters: Mapping[str, nn.Parameter], optimizer: transport.Optimizers | None) -> list[Moving]:
         """Every tensor that the factors move: weights, gradients where there are any, the optimizer's state."""
         found = []
         carrier = None if optimizer is None else transport.Carrier(optimizer)

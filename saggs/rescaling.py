@@ -28,13 +28,14 @@ from saggs import transport
 from saggs.lines import LOSS, Moving
 from saggs.pairs import ScalePair, named_parameters
 from saggs.plan import ScalingPlan
+from saggs.transport import Optimizers
 
 
 def rescale(
     model: nn.Module,
     pair: ScalePair,
     factor: float,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> None:
     """Multiply the pair's left side by `factor` and its right side by 1 / `factor`, in place, state included.
 
@@ -42,7 +43,7 @@ def rescale(
         model: the model the pair was found on (wrapped or not).
         pair: from `saggs.find_pairs`.
         factor: finite and not zero; negative only where `pair.signs` is "any".
-        optimizer: its moments are carried along. None leaves all optimizer state alone.
+        optimizer: its state is carried along (or those of several). None leaves all optimizer state alone.
 
     Raises:
         ValueError: a factor the pair does not allow, an optimizer whose state cannot be carried, or a result that
@@ -58,7 +59,7 @@ def rescale_checked(
     model: nn.Module,
     pairs: Sequence[ScalePair],
     factors: Sequence[float],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> None:
     """`rescale` for several pairs, which may share entries: all are checked before the first tensor changes.
 
@@ -110,7 +111,7 @@ def rescale_many(
     pairs: Sequence[ScalePair],
     factors: Sequence[Tensor] | Tensor,
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> None:
     """Rescale pairs at once, by a factor tensor each, without checks and without waiting for the device.
 
@@ -126,7 +127,7 @@ def apply(
     plan: ScalingPlan,
     factors: Tensor,
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> None:
     """`rescale_many` with a compiled plan: factors of shape (pairs,)."""
     with torch.no_grad():

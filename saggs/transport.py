@@ -28,8 +28,11 @@ from saggs.state_rules import TOLERANCE, StateRule, StateRules, measure
 
 _SIDE, _LARGER_SIDE = 12, 136  # the larger one lies above the sizes from which some factor their second moments
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer, or several that share a model (Muon for its matrices, AdamW for the rest)."""
+
 _Key = tuple[object, ...]
-_measured: WeakKeyDictionary[torch.optim.Optimizer, dict[_Key, StateRules]] = WeakKeyDictionary()
+_of_optimizers: WeakKeyDictionary[torch.optim.Optimizer, dict[_Key, StateRules]] = WeakKeyDictionary()
 _of_classes: dict[_Key, StateRules] = {}
 
 
@@ -45,15 +48,17 @@ class Carried(NamedTuple):
 
 
 class Carrier:
-    """The state of one optimizer, as it can be carried now. Made anew for every event, at no cost to speak of."""
+    """The state of one or several optimizers, as it can be carried now. Made anew for every event, at little cost."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    def __init__(self, optimizers: Optimizers) -> None:
+        each = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self._owners = {id(p): (one, group) for one in each for group in one.param_groups for p in group["params"]}
+        self.parameters = [p for one in each for group in one.param_groups for p in group["params"]]
+        self.name = " and ".join(type(one).__name__ for one in each)
 
-    def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer updates this parameter."""
-        return id(parameter) in self._group_of
+    def owner(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+        """The optimizer that updates this parameter and the param group it is in; None where there is none."""
+        return self._owners.get(id(parameter))
 
     def rules(self, parameter: nn.Parameter, side: int = _SIDE) -> StateRules:
         """What was measured for the parameter's group and shape; now, if it was not yet.
@@ -61,26 +66,19 @@ class Carrier:
         Raises:
             ValueError: the optimizer cannot be rehearsed.
         """
-        group, optimizer = self._group_of[id(parameter)], self._optimizer
+        optimizer, group = self._owners[id(parameter)]
         shape = tuple(min(size, side) for size in parameter.shape)
         key = (shape, *_settings(group))
-        known = _measured.setdefault(optimizer, {})
+        # What PyTorch's own classes are stands in their groups; any other may differ by what it holds besides.
+        plain = type(optimizer).__module__.startswith("torch.optim.")
+        known = _of_classes if plain else _of_optimizers.setdefault(optimizer, {})
+        key = (type(optimizer), *key)
         if key not in known:
-            of_class = (type(optimizer), *key) if _is_plain(optimizer) else None
-            if of_class not in _of_classes:
-                try:
-                    rules = measure(copies_of(optimizer, group), shape)
-                except RehearsalError as error:
-                    raise ValueError(
-                        f"cannot carry the state of {_name(optimizer)} through a rescaling: a copy of it could not be "
-                        f"measured ({error}). {_REMEDY}"
-                    ) from error
-                if of_class is None:
-                    known[key] = rules
-                    return rules
-                _of_classes[of_class] = rules
-            assert of_class is not None
-            known[key] = _of_classes[of_class]
+            try:
+                known[key] = measure(copies_of(optimizer, group), shape)
+            except RehearsalError as error:
+                reason = f"a copy of it could not be measured ({error})"
+                raise ValueError(_refused(optimizer, reason)) from error
         return known[key]
 
     def tensors(self, parameter: nn.Parameter, whole: bool = False) -> list[Carried]:
@@ -93,42 +91,44 @@ class Carrier:
         Raises:
             ValueError: a state that cannot be carried so.
         """
-        if not self.owns(parameter) or not self._optimizer.state.get(parameter):
+        owner = self.owner(parameter)
+        if owner is None or not owner[0].state.get(parameter):
             return []
-        present = dict(entries(self._optimizer.state[parameter]))
+        optimizer = owner[0]
+        present = dict(entries(optimizer.state[parameter]))
         rules = self.rules(parameter)
-        if not _describes(rules, present, parameter):
+        if _undescribed(rules, present, parameter):
             rules = self.rules(parameter, _LARGER_SIDE)
         if reason := rules.refusal(sliced=not whole):
-            raise ValueError(_refused(self._optimizer, reason))
+            raise ValueError(_refused(optimizer, reason))
+        if name := _undescribed(rules, present, parameter):
+            measured = ", ".join(rules.entries) or "none"
+            reason = f"its state {name!r} is another one than in a rehearsal (measured: {measured})"
+            raise ValueError(_refused(optimizer, reason))
         found = []
         for name, value in present.items():
-            rule = rules.entries.get(name)
-            if rule is None or (isinstance(value, Tensor) and rule.like_weight != (value.shape == parameter.shape)):
-                raise ValueError(
-                    _refused(self._optimizer, f"its state {name!r} is another one than in a rehearsal (measured: "
-                             f"{', '.join(rules.entries) or 'none'})")
-                )  # fmt: skip
-            if isinstance(value, Tensor) and rule.moves and self._moves(name, value, rule):
-                assert rule.degree is not None
-                found.append(Carried(value, rule.degree, rule.like_weight))
+            degree, like_weight = rules.entries[name].degree, rules.entries[name].like_weight
+            if isinstance(value, Tensor) and _moves(optimizer, name, value, rules.entries[name]):
+                assert degree is not None
+                found.append(Carried(value, degree, like_weight))
         return found
 
-    def _moves(self, name: str, value: Tensor, rule: StateRule) -> bool:
-        if rule.empty and bool(value.any()):
-            raise ValueError(_refused(self._optimizer, f"its state {name!r} was zero in a rehearsal and is not here"))
-        return not rule.empty and rule.degree != 0
+
+def _moves(optimizer: torch.optim.Optimizer, name: str, value: Tensor, rule: StateRule) -> bool:
+    if rule.moves and rule.empty and bool(value.any()):
+        raise ValueError(_refused(optimizer, f"its state {name!r} was zero in a rehearsal and is not here"))
+    return rule.moves and not rule.empty and rule.degree != 0
 
 
 def require_transportable(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     pairs: Sequence[ScalePair] = (),
     parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     """Raise a ValueError where the optimizer's state cannot be carried through a rescaling.
 
     Args:
-        optimizer: any.
+        optimizer: any, or several.
         pairs: what is to be rescaled; without them only what holds for whole tensors is asked.
         parameters: the model's, by name; needed with pairs. One at least has to be the optimizer's: all of them absent
             is a mistake that nothing else would show. (Frozen ones may be.)
@@ -137,36 +137,33 @@ def require_transportable(
         UserWarning: coupled weight decay, or eps and clamps of another degree: carrying is only approximate.
     """
     carrier, whole = Carrier(optimizer), whole_parameters(pairs)
-    asked: dict[int, tuple[nn.Parameter, bool]] = {}
-    for pair in pairs:
-        for part in pair.slices:
-            parameter = parameter_of(parameters or {}, part)
-            asked[id(parameter)] = parameter, part.name in whole
-    owned = [(p, w) for p, w in asked.values() if carrier.owns(p)]
+    parts = {part.name: part for pair in pairs for part in pair.slices}
+    asked = [(parameter_of(parameters or {}, part), name in whole) for name, part in parts.items()]
+    owned = [(p, w) for p, w in asked if carrier.owner(p) is not None]
     if asked and not owned:
         raise ValueError(
-            f"the {type(optimizer).__name__} holds none of the pairs' parameters; pass the optimizer of this very model"
+            f"the {carrier.name} holds none of the pairs' parameters; pass the optimizer of this very model"
         )
-    if not asked:
-        owned = [(p, True) for group in optimizer.param_groups for p in group["params"]]
-    warned: set[str] = set()
-    for parameter, as_whole in owned:
-        rules = carrier.rules(parameter)
+    doubts: dict[str, None] = {}
+    for parameter, as_whole in owned if asked else [(p, True) for p in carrier.parameters]:
+        rules, owner = carrier.rules(parameter), carrier.owner(parameter)
+        assert owner is not None
         if reason := rules.refusal(sliced=not as_whole):
-            raise ValueError(_refused(optimizer, reason))
-        warned.add(_doubt(optimizer, carrier, parameter, rules))
-    for doubt in sorted(warned - {""}):
+            raise ValueError(_refused(owner[0], reason))
+        doubts[_doubt(*owner, rules)] = None
+    for doubt in filter(None, doubts):
         warnings.warn(doubt, stacklevel=levels_to_caller())
 
 
-def require_positive(optimizer: torch.optim.Optimizer, pair: ScalePair, parameters: Mapping[str, nn.Parameter]) -> None:
+def require_positive(optimizer: Optimizers, pair: ScalePair, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise a ValueError where the optimizer's state cannot follow a negative factor of this pair."""
     carrier = Carrier(optimizer)
     for part in pair.slices:
         parameter = parameter_of(parameters, part)
-        if carrier.owns(parameter) and (name := carrier.rules(parameter).positive_only):
+        owner = carrier.owner(parameter)
+        if owner is not None and (name := carrier.rules(parameter).positive_only):
             raise ValueError(
-                f"{pair}: the state {name!r} of {_name(optimizer)} cannot follow a negative factor; use a positive one"
+                f"{pair}: the state {name!r} of {_name(owner[0])} cannot follow a negative factor; use a positive one"
             )
 
 
@@ -197,14 +194,13 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _doubt(optimizer: torch.optim.Optimizer, carrier: Carrier, parameter: nn.Parameter, rules: StateRules) -> str:
+def _doubt(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rules: StateRules) -> str:
     """What is to be warned of; "" where the state is carried exactly."""
     name = type(optimizer).__name__
     if rules.decay_mixes:
-        decay = carrier._group_of[id(parameter)].get("weight_decay", "")
         return (
-            f"{name} with coupled weight decay {decay} mixes weights into its moments; carrying them is only "
-            "approximate. Decoupled decay (AdamW) is exact"
+            f"{name} with coupled weight decay {group.get('weight_decay', '')} mixes weights into its moments; "
+            "carrying them is only approximate. Decoupled decay (AdamW) is exact"
         )
     if rules.inexact > TOLERANCE:
         return (
@@ -214,13 +210,13 @@ def _doubt(optimizer: torch.optim.Optimizer, carrier: Carrier, parameter: nn.Par
     return ""
 
 
-def _describes(rules: StateRules, present: Mapping[str, Any], parameter: nn.Parameter) -> bool:
-    """Whether these are the states, in these shapes, that were measured."""
-    return all(
-        name in rules.entries
-        and (not isinstance(value, Tensor) or rules.entries[name].like_weight == (value.shape == parameter.shape))
-        for name, value in present.items()
-    )
+def _undescribed(rules: StateRules, present: Mapping[str, Any], parameter: nn.Parameter) -> str:
+    """The first state that was not measured, or in another shape; "" where there is none."""
+    for name, value in present.items():
+        rule = rules.entries.get(name)
+        if rule is None or (isinstance(value, Tensor) and rule.like_weight != (value.shape == parameter.shape)):
+            return name
+    return ""
 
 
 def _settings(group: Mapping[str, Any]) -> list[object]:
@@ -232,9 +228,4 @@ def _settings(group: Mapping[str, Any]) -> list[object]:
     ]
 
 
-def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all that it is stands in its param groups: PyTorch's own classes."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-__all__ = ["Carried", "Carrier", "require_transportable"]
+__all__ = ["Carried", "Carrier", "Optimizers", "require_transportable"]
