@@ -187,7 +187,9 @@ def _check_training(config: Config) -> None:
     _require(0 <= t.final_rate_fraction <= 1, "training.final_rate_fraction", t.final_rate_fraction, "lies in [0, 1]")
     _require(t.clip_norm is None or t.clip_norm > 0, "training.clip_norm", t.clip_norm,
              "must be positive; null turns clipping off")  # fmt: skip
-    _one_of("training.precision", t.precision, ("float32", "bf16_autocast"))
+    _one_of("training.precision", t.precision, ("float32", "bf16_autocast", "float64"))
+    _require(t.precision != "float64" or config.task == "transport_ablation", "training.precision", t.precision,
+             "float64 is for task=transport_ablation; use float32")  # fmt: skip
     _one_of("training.device", t.device, ("cpu", "cuda", "auto"))
     if t.schedule == "constant":
         _require(t.final_rate_fraction == 1, "training.final_rate_fraction", t.final_rate_fraction,

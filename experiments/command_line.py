@@ -31,7 +31,10 @@ from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnde
 
 log = logging.getLogger(__name__)
 
-TASKS = {"language_model": "experiments.language_model.task"}
+TASKS = {
+    "language_model": "experiments.language_model.task",
+    "transport_ablation": "experiments.transport_ablation",
+}
 
 FAILED, REFUSED, DIVERGED = 1, 2, 3
 

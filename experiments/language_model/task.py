@@ -84,7 +84,7 @@ def prepare(config: Config) -> Prepared:
     rebalancer = build_rebalancer(config, optimizer_model, optimizer, pairs)
     batches = Batches(data.train, config.model.context, derived_seed(config.seed, "data"))
     trainer = Trainer(config, optimizer_model, optimizer, pairs, rebalancer, batches, data.validation, device)
-    return Prepared(config, trainer, data, _facts(config, data, device))
+    return Prepared(config, trainer, data, facts_of(config, data, device))
 
 
 def _device(wanted: str) -> str:
@@ -94,7 +94,7 @@ def _device(wanted: str) -> str:
     return ("cuda" if available else "cpu") if wanted == "auto" else wanted
 
 
-def _chosen(pairs: list[ScalePair], kinds: list[str], key: str, model: str) -> list[ScalePair]:
+def chosen_pairs(pairs: list[ScalePair], kinds: list[str], key: str, model: str) -> list[ScalePair]:
     chosen = [pair for pair in pairs if pair.kind in kinds]
     if not chosen:
         raise ConfigError(f"{key}={kinds}: {model} has no exact pair of these kinds; use {key.split('.')[0]}=none")
@@ -106,7 +106,7 @@ def _check_imbalance(
 ) -> None:
     imbalance = config.imbalance
     if isinstance(imbalance, ReciprocalImbalance):
-        chosen = _chosen(pairs, imbalance.kinds, "imbalance.kinds", config.model.name)
+        chosen = chosen_pairs(pairs, imbalance.kinds, "imbalance.kinds", config.model.name)
         if imbalance.transport:
             _require_transportable(optimizer, "imbalance", chosen, model)
 
@@ -129,7 +129,7 @@ def build_rebalancer(
     rule = config.rebalance
     if not isinstance(rule, Saggs | CustomRebalance):
         return None
-    chosen = _chosen(pairs, rule.kinds, "rebalance.kinds", config.model.name)
+    chosen = chosen_pairs(pairs, rule.kinds, "rebalance.kinds", config.model.name)
     if rule.transport:
         _require_transportable(optimizer, "rebalance", chosen, model)
     if isinstance(rule, Saggs):
@@ -148,7 +148,7 @@ def build_rebalancer(
     return built
 
 
-def _facts(config: Config, data: TokenData, device: str) -> dict[str, Any]:
+def facts_of(config: Config, data: TokenData, device: str) -> dict[str, Any]:
     import transformers
 
     from experiments.code_version import code_version

@@ -77,7 +77,7 @@ class Trainer:
         pending: list[Tensor] = []  # losses and gradient norms not yet looked at: reading one waits for the device
         bar = tqdm(total=training.steps, initial=start, disable=not self.config.progress or None, unit="step",
                    desc=run.manifest["run_id"], leave=False)  # fmt: skip
-        with _stop_signals() as stop, bar:
+        with stop_signals() as stop, bar:
             run.beat(start)
             began = time.perf_counter()
             for step in range(start + 1, training.steps + 1):
@@ -236,7 +236,7 @@ class StepLoss:
         return total
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._training.precision == "float32":
+        if self._training.precision != "bf16_autocast":
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=torch.bfloat16)
 
@@ -307,7 +307,7 @@ class _Stop:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
+def stop_signals() -> Iterator[_Stop]:
     """SIGTERM and SIGINT ask to stop after the current step, with the state saved; a second SIGINT stops at once."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
