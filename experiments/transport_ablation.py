@@ -1,10 +1,10 @@
 """What has to be carried through a rescaling: one mid-run training state, continued in ten ways.
 
-A language model is trained in float64 to `imbalance.step` and brought to its canonical form. That state goes on as it
-is (the reference), and rescaled: left sides of all pairs times c = `imbalance.factor`, right sides divided by it, the
-same function. What else is done at that moment, and afterwards, is what the arms differ by. All of them see the same
-batches in lockstep, so that at every step the distance to the reference can be taken between canonical forms, in which
-equivalent weights are equal:
+A language model is trained in float64 to `imbalance.step`. That state goes on in canonical form (the reference); and
+rescaled, left sides of all pairs times c = `imbalance.factor`, right sides divided by it, the same function: from the
+canonical form, or before it is brought there. What else is done at that moment, and afterwards, is what the arms differ
+by. All of them see the same batches in lockstep, so that at every step the distance to the reference can be taken
+between canonical forms, in which equivalent weights are equal:
 
     distance = |canonical(arm) - canonical(reference)| / |canonical(reference)|       over all weights.
 
@@ -81,31 +81,40 @@ def _rescale(state: State, pairs: Pairs, *, carry: bool) -> None:
     rescale_checked(state.model, pairs, [state.factor] * len(pairs), state.optimizer if carry else None)
 
 
+def _canonical(state: State, pairs: Pairs) -> None:
+    canonicalize(state.model, state.optimizer, pairs)
+
+
 def _rescale_carry(state: State, pairs: Pairs) -> None:
+    _canonical(state, pairs)
     _rescale(state, pairs, carry=True)
 
 
 def _rescale_alone(state: State, pairs: Pairs) -> None:
+    _canonical(state, pairs)
     _rescale(state, pairs, carry=False)
 
 
 def _rates(state: State, pairs: Pairs) -> None:
+    _canonical(state, pairs)
     _rescale(state, pairs, carry=True)
     state.rates = state.scaled_eps = True
 
 
 def _rates_large_eps(state: State, pairs: Pairs) -> None:
+    _canonical(state, pairs)
     _rescale(state, pairs, carry=True)
     state.rates, state.eps = True, LARGE_EPS
 
 
 def _large_eps(state: State, pairs: Pairs) -> None:
+    _canonical(state, pairs)
     state.eps = LARGE_EPS
 
 
 def _balance_carry(state: State, pairs: Pairs) -> None:
     _rescale(state, pairs, carry=True)
-    canonicalize(state.model, state.optimizer, pairs)
+    _canonical(state, pairs)
 
 
 def _balance_alone(state: State, pairs: Pairs) -> None:
@@ -115,11 +124,12 @@ def _balance_alone(state: State, pairs: Pairs) -> None:
 
 def _carried_late(state: State, pairs: Pairs) -> None:
     _rescale(state, pairs, carry=False)
-    canonicalize(state.model, state.optimizer, pairs)
+    _canonical(state, pairs)
 
 
 def _like_weights(state: State, pairs: Pairs) -> None:
     """Moments multiplied as their weights are, which is wrong twice over: once the sign of the power, once its size."""
+    _canonical(state, pairs)
     _rescale(state, pairs, carry=False)
     parameters = named_parameters(state.model)
     plan = ScalingPlan(pairs, parameters)
@@ -129,9 +139,9 @@ def _like_weights(state: State, pairs: Pairs) -> None:
         plan.multiply(moving, plan.powers(moving, torch.full((len(pairs),), state.factor, dtype=torch.float64)))
 
 
-# Arm -> what is done at the restart. Distances are to the reference with the same eps.
+# Arm -> what is done at the restart, to the state as it is. Distances are to the reference with the same eps.
 ARMS: dict[str, Callable[[State, Pairs], None]] = {
-    REFERENCE: lambda state, pairs: None,
+    REFERENCE: _canonical,
     REFERENCE_LARGE_EPS: _large_eps,
     "rescale_carry": _rescale_carry,
     "rescale_alone": _rescale_alone,
@@ -283,12 +293,9 @@ class _Ablation:
         return torch.optim.AdamW(listed, lr=self._optimizer.learning_rate, betas=(beta1, beta2), fused=True)
 
     def _arms(self) -> dict[str, State]:
-        pairs = self._prepared.pairs
-        canonicalize(self._start.model, self._start.optimizer, pairs)
-        arms = {}
+        arms = {name: copy.deepcopy(self._start) for name in ARMS}
         for name, begin in ARMS.items():
-            arms[name] = copy.deepcopy(self._start)
-            begin(arms[name], pairs)
+            begin(arms[name], self._prepared.pairs)
         return arms
 
     def _step(self, state: State, step: int) -> float:
