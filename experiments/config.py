@@ -106,7 +106,7 @@ class SGD(Optimizer):
 
 @dataclass
 class RMSprop(Optimizer):
-    """`torch.optim.RMSprop`. Its state cannot be carried through a rescaling yet."""
+    """`torch.optim.RMSprop`; its weight decay is coupled."""
 
     name: str = "rmsprop"
     alpha: float = 0.99
