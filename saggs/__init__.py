@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from saggs.pairs import BALANCED_KINDS, KINDS, Certificate, ParameterSlice, ScalePair
     from saggs.rescaling import rescale
     from saggs.trials import CertificationError
+    from saggs.virtual import BalancedUpdate
 
 # Where each public name lives. They are imported when asked for, so that `saggs --help` need not wait for torch.
 _HOMES = {
     "BALANCED_KINDS": "pairs",
     "KINDS": "pairs",
     "Algebra": "nullspace",
+    "BalancedUpdate": "virtual",
     "Certificate": "pairs",
     "CertificationError": "trials",
     "Explanation": "explanation",
@@ -48,6 +50,7 @@ __all__ = [
     "BALANCED_KINDS",
     "KINDS",
     "Algebra",
+    "BalancedUpdate",
     "Certificate",
     "CertificationError",
     "Explanation",

@@ -53,6 +53,7 @@ class Carrier:
     def __init__(self, optimizers: Optimizers) -> None:
         each = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._owners = {id(p): (one, group) for one in each for group in one.param_groups for p in group["params"]}
+        self._settings = {id(group): _settings(group) for one in each for group in one.param_groups}
         self.parameters = [p for one in each for group in one.param_groups for p in group["params"]]
         self.name = " and ".join(type(one).__name__ for one in each)
 
@@ -68,11 +69,10 @@ class Carrier:
         """
         optimizer, group = self._owners[id(parameter)]
         shape = tuple(min(size, side) for size in parameter.shape)
-        key = (shape, *_settings(group))
         # What PyTorch's own classes are stands in their groups; any other may differ by what it holds besides.
         plain = type(optimizer).__module__.startswith("torch.optim.")
         known = _of_classes if plain else _of_optimizers.setdefault(optimizer, {})
-        key = (type(optimizer), *key)
+        key = (type(optimizer), shape, self._settings[id(group)])
         if key not in known:
             try:
                 known[key] = measure(copies_of(optimizer, group), shape)
@@ -219,13 +219,13 @@ def _undescribed(rules: StateRules, present: Mapping[str, Any], parameter: nn.Pa
     return ""
 
 
-def _settings(group: Mapping[str, Any]) -> list[object]:
+def _settings(group: Mapping[str, Any]) -> tuple[object, ...]:
     """What of a group's settings can change a degree: whether numbers are zero, and all that is no number."""
-    return [
-        (name, bool(value) if isinstance(value, int | float | Tensor) else repr(value))
+    return tuple(
+        (name, bool(value) if isinstance(value, int | float) else repr(value))
         for name, value in sorted(group.items())
-        if name not in ("params", "param_names", "lr", "initial_lr")
-    ]
+        if name not in ("params", "param_names", "lr", "initial_lr") and not isinstance(value, Tensor)
+    )
 
 
 __all__ = ["Carried", "Carrier", "Optimizers", "require_transportable"]
