@@ -24,6 +24,7 @@ from experiments.config import (
     Rebalance,
     ReciprocalImbalance,
     Saggs,
+    Virtual,
 )
 
 
@@ -158,11 +159,11 @@ def _check_imbalance(config: Config) -> None:
 def _check_rebalance(rebalance: Rebalance) -> None:
     if isinstance(rebalance, CustomRebalance) and rebalance.name == "none":
         raise ConfigError("no value for rebalance.name; set it to the name that a plugin registered")
-    if isinstance(rebalance, Saggs | CustomRebalance):
+    if isinstance(rebalance, Saggs | Virtual | CustomRebalance):
         _require(rebalance.every >= 1, "rebalance.every", rebalance.every,
                  "the period must be at least 1 step; rebalance=none never rebalances")  # fmt: skip
         _check_kinds("rebalance.kinds", rebalance.kinds)
-    if isinstance(rebalance, Saggs):
+    if isinstance(rebalance, Saggs | Virtual):
         inside = 0 < rebalance.damping <= 1
         _require(inside, "rebalance.damping", rebalance.damping, "must lie in (0, 1]; 1 is hard balancing")
 

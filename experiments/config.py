@@ -161,6 +161,16 @@ class Saggs(Rebalance):
 
 
 @dataclass
+class Virtual(Rebalance):
+    """Update as at the balanced point and leave the weights where they are; c is chosen every `every` steps."""
+
+    name: str = "virtual"
+    every: int = 1
+    damping: float = 1.0
+    kinds: list[str] = field(default_factory=lambda: list(KINDS))
+
+
+@dataclass
 class CustomRebalance(Rebalance):
     """A balancing rule registered by a plugin under `name`."""
 
@@ -260,7 +270,7 @@ OPTIONS: dict[str, dict[str, type]] = {
     "data": {"corpus": Data},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "rmsprop": RMSprop, "custom": CustomOptimizer},
     "imbalance": {"none": Imbalance, "reciprocal": ReciprocalImbalance},
-    "rebalance": {"none": Rebalance, "saggs": Saggs, "custom": CustomRebalance},
+    "rebalance": {"none": Rebalance, "saggs": Saggs, "virtual": Virtual, "custom": CustomRebalance},
 }
 
 

@@ -77,7 +77,7 @@ def balance(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
         raise ValueError(f"tolerance={tolerance!r} must be above 0: the largest |log factor| of the last sweep")
-    _require_count("max_sweeps", max_sweeps, "sweeps")
+    require_count("max_sweeps", max_sweeps, "sweeps")
     rebalancer = Rebalancer(
         model, optimizer, pairs, every=1, damping=damping, transport=optimizer is not None, norm=norm, factors=factors
     )
@@ -177,14 +177,14 @@ def balanced_factors(
     order, terms = order_of(norm), Terms(pairs)
     if terms.mixed:
         raise ValueError(f"{pairs[next(iter(terms.mixed))]}: exponents are mixed in one side; use balance")
-    return _possible(_damped(terms.factors(torch.cat([left, right]), order), damping))
+    return possible_factors(_damped(terms.factors(torch.cat([left, right]), order), damping))
 
 
 def _damped(factors: Tensor, damping: float) -> Tensor:
     return factors if damping == 1.0 else factors**damping
 
 
-def _possible(factors: Tensor, highest: int = 1) -> tuple[Tensor, Tensor]:
+def possible_factors(factors: Tensor, highest: int = 1) -> tuple[Tensor, Tensor]:
     """Factors with 1 for those whose `highest` power over- or underflows (0, infinity, NaN too), and a mask of others.
 
     For a power that is infinite would turn a moment that is zero into NaN.
@@ -194,7 +194,7 @@ def _possible(factors: Tensor, highest: int = 1) -> tuple[Tensor, Tensor]:
     return torch.where(possible, factors, torch.ones_like(factors)), possible
 
 
-def _require_count(name: str, value: object, unit: str) -> None:
+def require_count(name: str, value: object, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of {unit}, at least 1")
 
@@ -249,14 +249,14 @@ class Rebalancer:
         factors: Rounding | None = None,
         sweeps: int | None = None,
     ) -> None:
-        _require_count("every", every, "steps")
+        require_count("every", every, "steps")
         if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 < damping <= 1.0:
             raise ValueError(f"damping={damping!r} must lie in (0, 1]: 1 is hard balancing")
         self._order = order_of(norm)
         if factors not in (None, "exact", "power_of_two"):
             raise ValueError(f"factors={factors!r}: choose exact, power_of_two, or None to choose by dtype")
         if sweeps is not None:
-            _require_count("sweeps", sweeps, "sweeps")
+            require_count("sweeps", sweeps, "sweeps")
         if transport and optimizer is None:
             raise ValueError("transport=True needs the optimizer; pass it, or transport=False")
         self.pairs = list(find_pairs(model, BALANCED_KINDS) if pairs is None else pairs)
@@ -303,7 +303,7 @@ class Rebalancer:
         moving = plan.moving(parameters, self._optimizer)
         weights = {item.name: item.tensor for item in moving if item.is_weight}
         found, left_over = self._by_sweeps(weights, sweeps, tolerance)
-        factors, possible = _possible(_damped(found, self.damping), plan.highest_power(moving))
+        factors, possible = possible_factors(_damped(found, self.damping), plan.highest_power(moving))
         factors = self._rounded(factors, weights)
         counts = [count.to(factors.device) for count in plan.multiply(moving, plan.powers(moving, factors))]
         self.unbalanced = (~possible).sum()
@@ -323,7 +323,9 @@ class Rebalancer:
             largest = []
             for at, one in plan.rounds:
                 index = at.on(total.device) if at is not None else ...
-                factors, possible = _possible(one.terms.factors(one.norms(copies, order, dtype), order), plan.highest)
+                factors, possible = possible_factors(
+                    one.terms.factors(one.norms(copies, order, dtype), order), plan.highest
+                )
                 one.multiply(moving, Powers(factors, plan.highest))
                 total[index] *= torch.where(possible, factors, torch.nan)
                 largest.append(factors.log().abs().max())
@@ -363,14 +365,14 @@ class Rebalancer:
 
     def _settings(self) -> dict[str, Any]:
         names = ("every", "damping", "transport", "norm", "factors", "sweeps")
-        return {**{name: getattr(self, name) for name in names}, "pairs": _labels(self.pairs)}
+        return {**{name: getattr(self, name) for name in names}, "pairs": labels_of(self.pairs)}
 
 
 # Left out of saved states: those of earlier versions, which had no such settings, hold the defaults.
 _DEFAULTS: dict[str, Any] = {"norm": "l2", "factors": None, "sweeps": 1}
 
 
-def _labels(pairs: Sequence[ScalePair]) -> list[str]:
+def labels_of(pairs: Sequence[ScalePair]) -> list[str]:
     """ "kind:path" of every pair, and its first left slice where a path has several of one kind."""
     names = [f"{pair.kind}:{pair.path}" for pair in pairs]
     several = Counter(names)

@@ -333,7 +333,7 @@ class Mixing(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 kept = self.state[p].setdefault("mixed", torch.zeros_like(p))

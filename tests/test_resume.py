@@ -24,6 +24,13 @@ STEPS = 18
 RUNS = {
     "soft_saggs": ("arm=soft_saggs", "imbalance.step=7", "rebalance.every=4", "seed=3"),
     "dropout": ("arm=saggs", "model.dropout=0.1", "rebalance.every=5", "seed=0"),
+    "virtual": (
+        "imbalance=reciprocal",
+        "imbalance.step=7",
+        "rebalance=virtual",
+        "rebalance.every=4",
+        "rebalance.damping=0.5",
+    ),
     "llama": ("model=debug_llama", "arm=saggs", "optimizer=sgd", "imbalance.distribution=log_uniform"),
 }
 

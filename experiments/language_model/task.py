@@ -15,7 +15,7 @@ from torch import nn
 
 from experiments import registry
 from experiments.checks import ConfigError
-from experiments.config import Config, CustomRebalance, ReciprocalImbalance, Saggs
+from experiments.config import Config, CustomRebalance, ReciprocalImbalance, Saggs, Virtual
 from experiments.files import write_json
 from experiments.identity import derived_seed
 from experiments.language_model.batches import Batches
@@ -27,7 +27,7 @@ from experiments.language_model.tokens import TokenData
 from experiments.language_model.training import RebalancingRule, Trainer
 from experiments.run import Run
 from experiments.tracking import Tracker
-from saggs import BALANCED_KINDS, Rebalancer, ScalePair, find_pairs
+from saggs import BALANCED_KINDS, BalancedUpdate, Rebalancer, ScalePair, find_pairs
 from saggs.pairs import named_parameters
 from saggs.transport import require_transportable
 
@@ -124,12 +124,17 @@ def _require_transportable(
 
 def build_rebalancer(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, pairs: list[ScalePair]
-) -> RebalancingRule | None:
+) -> RebalancingRule | BalancedUpdate | None:
     """The balancing rule of the configuration, or None."""
     rule = config.rebalance
-    if not isinstance(rule, Saggs | CustomRebalance):
+    if not isinstance(rule, Saggs | Virtual | CustomRebalance):
         return None
     chosen = chosen_pairs(pairs, rule.kinds, "rebalance.kinds", config.model.name)
+    if isinstance(rule, Virtual):
+        try:
+            return BalancedUpdate(model, optimizer, chosen, every=rule.every, damping=rule.damping)
+        except ValueError as error:
+            raise ConfigError(f"rebalance=virtual: {error}. Here: rebalance=none") from None
     if rule.transport:
         _require_transportable(optimizer, "rebalance", chosen, model)
     if isinstance(rule, Saggs):

@@ -28,7 +28,7 @@ from experiments.language_model.evaluation import evaluate
 from experiments.language_model.model import head_weight, hidden_states, summed_loss
 from experiments.run import Diverged, Interrupted, Run
 from experiments.tracking import Tracker
-from saggs import ScalePair, inject_imbalance, log2_norm_ratios, log_uniform_factors
+from saggs import BalancedUpdate, ScalePair, inject_imbalance, log2_norm_ratios, log_uniform_factors
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     pairs: list[ScalePair]
-    rebalancer: RebalancingRule | None
+    rebalancer: RebalancingRule | BalancedUpdate | None
     batches: Batches
     validation: np.ndarray
     device: str
@@ -117,21 +117,31 @@ class Trainer:
 
     def _update(self, step_loss: StepLoss, inputs: Tensor, targets: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """One call of the balancing rule, then one optimizer step; returns mean loss and gradient norm."""
-        if self.rebalancer is not None:
+        if self.rebalancer is not None and not isinstance(self.rebalancer, BalancedUpdate):
             self.rebalancer.step()
         loss = step_loss.backward(inputs, targets)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        limit = self.config.training.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         before = None if self.started else weights_copy(self.model)
-        self.optimizer.step()
+        norm = self._clipped_step()
         if before is not None:
             warn_if_updates_vanish(self.model, before, rate)
             self.started = True
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
+
+    def _clipped_step(self) -> Tensor:
+        """Clip and update; returns the gradient norm, at the balanced point where the update is made there."""
+        limit = self.config.training.clip_norm
+        limit = math.inf if limit is None else limit
+        if isinstance(self.rebalancer, BalancedUpdate):
+            norm = self.rebalancer.step(limit)
+            assert norm is not None
+            return norm
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        self.optimizer.step()
+        return norm
 
     def _inject(self, at_step: int) -> None:
         imbalance = self.config.imbalance
