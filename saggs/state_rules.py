@@ -48,8 +48,8 @@ REFUSED = 1e-2
 STEPS = 24
 FACTORS = (2.0**6, 2.0**-6)
 _SINGLE = 1e-5
-_DECAY = re.compile(r"(weight_decay|wd|weight_decay_rate|decay_rate_l2|lambd)$")
-_EPS = re.compile(r"(.*_)?eps(ilon)?([0-9_].*)?$")
+DECAY = re.compile(r"(weight_decay|wd|weight_decay_rate|decay_rate_l2|lambd)$")
+EPS = re.compile(r"(.*_)?eps(ilon)?([0-9_].*)?$")
 
 
 class StateRule(NamedTuple):
@@ -145,8 +145,8 @@ class _Measurement:
         self._build, self._shape = build, tuple(shape)
         self._weights, self._gradients = draw([shape], steps, dtype)
         self._exact = EXACT if dtype == torch.float64 else _SINGLE
-        self._quiet = {_DECAY: 0.0}
-        self._plain = {_DECAY: 0.0, _EPS: 0.0}
+        self._quiet = {DECAY: 0.0}
+        self._plain = {DECAY: 0.0, EPS: 0.0}
         self._base = self._run()
         moved = self._base.updates[-1][0].norm() > 0
         if not (self._base.finite and moved):  # 0 / 0, or 0 for ever: then with eps as it is
@@ -327,4 +327,4 @@ def _distance(value: Value | None, wanted: Value) -> float:
     return distance if distance == distance else float("inf")
 
 
-__all__ = ["EXACT", "REFUSED", "TOLERANCE", "StateRule", "StateRules", "measure", "update_degree"]
+__all__ = ["DECAY", "EPS", "EXACT", "REFUSED", "TOLERANCE", "StateRule", "StateRules", "measure", "update_degree"]
