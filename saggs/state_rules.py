@@ -81,7 +81,8 @@ class StateRules:
     Attributes:
         entries: state entry -> its rule.
         update_degree: e, how the last update scales at the same learning rate; None where it vanishes.
-        inexact: the largest residual with eps, clamps and the like as they are, without weight decay.
+        inexact: the largest residual with eps, clamps and the like as they are, without weight decay, at gradients of
+            order 1 and factors of 2^±6.
         decay_mixes: weight decay is mixed into the states (coupled decay).
         coupled: the shared number, or the state, that couples weights; "" where there is none.
     """
@@ -95,7 +96,8 @@ class StateRules:
     @property
     def exact(self) -> bool:
         """Whether every state of a whole tensor has a degree to `EXACT`, and none couples weights."""
-        return not self.coupled and all(r.empty or r.residual <= EXACT for r in self.entries.values())
+        entries = self.entries.values()
+        return not self.coupled and all(r.empty or (r.degree is not None and r.residual <= EXACT) for r in entries)
 
     @property
     def positive_only(self) -> str:
