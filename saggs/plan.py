@@ -119,10 +119,10 @@ class Round:
             torch._foreach_mul_(targets, scales)
         return [count for count in counts if count is not None]
 
-    def first_in(self, name: str, mask: Tensor) -> tuple[ScalePair, ParameterSlice] | None:
-        """The first pair with a slice of parameter `name` where the mask is set. Waits for the device."""
-        for index, part in self._parts.get(name, ()):
-            if bool((part.view(mask) if tuple(mask.shape) == part.shape or part.shape is None else mask).any()):
+    def first_in(self, item: Moving, mask: Tensor) -> tuple[ScalePair, ParameterSlice] | None:
+        """The first pair with a slice of the item's tensor where the mask is set. Waits for the device."""
+        for index, part in self._parts.get(item.name, ()):
+            if bool((part.view(mask) if item.like_weight else mask).any()):
                 return self.pairs[index], part
         return None
 

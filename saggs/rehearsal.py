@@ -62,6 +62,7 @@ def rehearse(
     *,
     rate: float = 1.0,
     settings: Mapping[re.Pattern[str], float] | None = None,
+    before_last: Callable[[torch.optim.Optimizer, list[nn.Parameter]], None] | None = None,
 ) -> Rehearsal:
     """Run a fresh optimizer over the gradients, one step each.
 
@@ -71,17 +72,18 @@ def rehearse(
         gradients: for every step, one gradient a weight.
         rate: multiplies the learning rates that it was built with (1e-3 in place of one that is 0).
         settings: patterns of the names of numbers in a group to overwrite; those of a tuple all alike.
+        before_last: called with the optimizer and its parameters before the last step.
 
     Raises:
         RehearsalError: the optimizer cannot be built, or its step fails.
     """
     try:
-        return _run(build, weights, gradients, rate, settings or {}, closure=False)
+        return _run(build, weights, gradients, rate, settings or {}, before_last, closure=False)
     except Exception as error:  # whatever a class may raise; it is named
         if "closure" not in str(error):
             raise RehearsalError(_named(error)) from error
     try:
-        return _run(build, weights, gradients, rate, settings or {}, closure=True)
+        return _run(build, weights, gradients, rate, settings or {}, before_last, closure=True)
     except Exception as error:
         raise RehearsalError(_named(error)) from error
 
@@ -96,6 +98,7 @@ def _run(
     gradients: Sequence[Sequence[Tensor]],
     rate: float,
     settings: Mapping[re.Pattern[str], float],
+    before_last: Callable[[torch.optim.Optimizer, list[nn.Parameter]], None] | None,
     closure: bool,
 ) -> Rehearsal:
     parameters = [nn.Parameter(w.clone()) for w in weights]
@@ -105,7 +108,10 @@ def _run(
         optimizer = build(parameters)
         _adjust(optimizer, rate, settings)
         before = _numbers(optimizer)
-        updates = [_step(optimizer, parameters, each, closure) for each in gradients]
+        updates = [_step(optimizer, parameters, each, closure) for each in gradients[:-1]]
+        if before_last is not None:
+            before_last(optimizer, parameters)
+        updates.append(_step(optimizer, parameters, gradients[-1], closure))
     after = _numbers(optimizer)
     shared = {name: v for name, v in after.items() if name not in before or not _same(v, before[name])}
     states = [{n: _kept(v) for n, v in entries(optimizer.state.get(p, {}))} for p in parameters]
@@ -131,9 +137,10 @@ def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Bui
         fresh.__dict__.update(copy.deepcopy(attributes, memo))
         settings = {**copy.deepcopy(own, memo), **{k: False for k in _VARIANTS if k in own}}
         # As unpickling does it: the class's own __setstate__ fills in hooks and what older versions lacked.
-        fresh.__setstate__(
-            {"state": defaultdict(dict), "param_groups": [{"params": parameters, **settings}], "defaults": {}}
+        state = defaultdict(
+            dict, {k: copy.deepcopy(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
         )
+        fresh.__setstate__({"state": state, "param_groups": [{"params": parameters, **settings}], "defaults": {}})
         fresh.defaults = dict(attributes.get("defaults", {}))
         if not isinstance(getattr(fresh, "_optimizer_step_pre_hooks", None), OrderedDict):
             raise RehearsalError(f"{cls.__name__} does not restore what every optimizer has")

@@ -86,7 +86,7 @@ def rescale_checked(
             for (_, one), each in zip(plan.rounds, powers, strict=True):
                 before = scratch.tensor.clone()
                 one.multiply([scratch], each)
-                if found := one.first_in(item.name, _lost(before, scratch.tensor)):
+                if found := one.first_in(item, _lost(before, scratch.tensor)):
                     raise ValueError(
                         f"{found[0]}: factor {given[id(found[0])]:g} over- or underflows a weight, gradient or moment "
                         f"of {found[1]} in {item.tensor.dtype}; nothing was changed. Use a factor nearer to 1"

@@ -14,12 +14,14 @@ updates. Where a state has no degree at the same learning rate, the companion ru
 degree of the update (-1 for SGD, 0 for AdamW, +1 for LARS, measured too): then its weights are c times the first run's
 at every step.
 
-Four more things are measured, since a pair may rescale a block of rows of a fused matrix, one matrix and not another,
+Five more things are measured, since a pair may rescale a block of rows of a fused matrix, one matrix and not another,
 or by a negative factor:
 
 * a block of rows, of columns: states that see whole tensors (factored second moments, block statistics, trust ratios)
   allow one scalar a tensor only;
 * a second weight beside it: states that depend on it (a global norm, an estimated distance) *couple* weights;
+* the carried state itself, before one more step: dual averaging makes the weights anew from its state and the
+  learning rate, and would throw a rescaled weight back (it *leaps*);
 * c = -1: a state that answers |c|^k where c^k has a sign allows positive factors only;
 * the settings as they are: eps, clamps and coupled weight decay add terms of another degree. How much of a state they
   are, at gradients of order 1, is its residual.
@@ -32,12 +34,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saggs.rehearsal import Build, Rehearsal, RehearsalError, Value, draw, rehearse
+from saggs.rehearsal import entries as state_entries
 
 EXACT = 1e-9
 """A state has its degree exactly where it agrees with c^k s to this, relative to its norm."""
@@ -48,6 +52,7 @@ REFUSED = 1e-2
 STEPS = 24
 FACTORS = (2.0**6, 2.0**-6)
 _SINGLE = 1e-5
+_LEAP = 1.1
 DECAY = re.compile(r"(weight_decay|wd|weight_decay_rate|decay_rate_l2|lambd)$")
 EPS = re.compile(r"(.*_)?eps(ilon)?([0-9_].*)?$")
 
@@ -85,6 +90,8 @@ class StateRules:
             order 1 and factors of 2^±6.
         decay_mixes: weight decay is mixed into the states (coupled decay).
         coupled: the shared number, or the state, that couples weights; "" where there is none.
+        leaps: the step from a carried state, rescaled by 2 or 1/2, is longer than any degree explains: the weights are
+            made anew from the state.
     """
 
     entries: Mapping[str, StateRule]
@@ -92,12 +99,17 @@ class StateRules:
     inexact: float
     decay_mixes: bool
     coupled: str
+    leaps: bool
 
     @property
     def exact(self) -> bool:
         """Whether every state of a whole tensor has a degree to `EXACT`, and none couples weights."""
         entries = self.entries.values()
-        return not self.coupled and all(r.empty or (r.degree is not None and r.residual <= EXACT) for r in entries)
+        return (
+            not self.coupled
+            and not self.leaps
+            and all(r.empty or (r.degree is not None and r.residual <= EXACT) for r in entries)
+        )
 
     @property
     def positive_only(self) -> str:
@@ -113,6 +125,8 @@ class StateRules:
                 return f"its state {name!r} answers with no whole power of the factor"
             if sliced and not rule.sliced and not rule.empty and rule.degree != 0:
                 return f"its state {name!r} sees whole tensors, and cannot follow where only a part of one is rescaled"
+        if self.leaps:
+            return "its next step would throw rescaled weights back: it makes them from its state and the learning rate"
         if self.inexact > REFUSED:
             return f"with its settings (eps, clamps) its state is {self.inexact:.0e} away from a power of the factor"
         return ""
@@ -162,7 +176,14 @@ class _Measurement:
 
     def rules(self) -> StateRules:
         entries = {key: self._rule(key, value) for key, value in self._base.states[0].items()}
-        return StateRules(entries, self._degree, self._inexact(entries), self._decay_mixes(entries), self._coupled())
+        return StateRules(
+            entries,
+            self._degree,
+            self._inexact(entries),
+            self._decay_mixes(entries),
+            self._coupled(),
+            self._leaps(entries),
+        )
 
     def _run(
         self, factor: float | Tensor = 1.0, rate: float = 1.0, settings: Mapping[re.Pattern[str], float] | None = None
@@ -185,6 +206,8 @@ class _Measurement:
         if moves and not any(_size(v) for v in (value, *answers[0], *answers[-1])):
             return StateRule(None, 0.0, like_weight, False, "", empty=True, moves=True)
         found = [_fitted(value, answer) for answer in answers]
+        # At matched rates only what moves like weights; a state built from gradients does not ask for the rate.
+        found = [fit for number, fit in enumerate(found) if number == 0 or (fit[0] or 0) > 0]
         degree, residual = next((f for f in found if f[1] <= self._exact), min(found, key=lambda f: f[1]))
         if residual > REFUSED or degree is None or (degree and not moves):
             return StateRule(None, residual, like_weight, False, "", empty=False, moves=moves)
@@ -232,6 +255,33 @@ class _Measurement:
             if _distance(both.states[0].get(name), value) > self._exact:
                 return f"its state {name!r}"
         return ""
+
+    def _leaps(self, entries: Mapping[str, StateRule]) -> bool:
+        """Whether the step after a rescaling by 2 or 1/2, states carried, is far longer than without it.
+
+        With a degree from -1 to +1 it may be twice as long; what makes its weights anew goes a long way back.
+        """
+        if any(rule.degree is None and not rule.empty for rule in entries.values()):
+            return False  # refused anyway
+        longest = 0.0
+        for c in (2.0, 0.5):
+            gradients = [*self._gradients[:-1], [g / c for g in self._gradients[-1]]]
+            carry = partial(_carry, entries, c)
+            run = rehearse(self._build, self._weights, gradients, settings=self._plain, before_last=carry)
+            longest = max(longest, _size(run.updates[-1][0]))
+        return longest > _LEAP * 2 ** max(1.0, abs(self._degree or 0.0)) * _size(self._base.updates[-1][0])
+
+
+def _carry(
+    entries: Mapping[str, StateRule], factor: float, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> None:
+    """Rescale the only weight of a rehearsal, its state along."""
+    with torch.no_grad():
+        parameters[0].mul_(factor)
+        for name, value in state_entries(optimizer.state.get(parameters[0], {})):
+            rule = entries.get(name)
+            if isinstance(value, Tensor) and rule is not None and rule.moves and rule.degree:
+                value.mul_(factor**rule.degree)
 
 
 class _Slices:

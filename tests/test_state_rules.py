@@ -240,6 +240,29 @@ def test_what_couples_weights_is_refused_by_name(counted: bool, named: str) -> N
     assert "several weights" in rules.refusal()
 
 
+@pytest.mark.parametrize(
+    ("build", "leaps"),
+    [
+        (pytorch_optimizer.MADGRAD, True),
+        (pytorch_optimizer.Nero, True),
+        (pytorch_optimizer.ScheduleFreeAdamW, False),
+        (pytorch_optimizer.Fromage, False),
+        (torch.optim.SGD, False),
+    ],
+)
+def test_what_makes_weights_anew_from_its_state_is_refused(build: Any, leaps: bool) -> None:
+    """MADGRAD is x0 less a step from all gradients, Nero keeps the norms of rows: both would undo a rescaling."""
+    rules = _of(build, lr=1e-2)
+    assert all(rule.degree is not None for rule in rules.entries.values())
+    assert rules.leaps == leaps
+    assert ("throw rescaled weights back" in rules.refusal()) == leaps
+
+
+def test_a_state_that_weighs_gradients_against_weights_by_the_rate_has_no_degree() -> None:
+    """FTRL's z: only together with the learning rate would it have one, and a rescaling does not change that."""
+    assert _of(pytorch_optimizer.FTRL, lr=1e-2).entries["z"].degree is None
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
