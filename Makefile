@@ -17,7 +17,7 @@ READY := $(VENV)/.ready-$(TORCH)
 # One thread a process: two torch threads on a busy two-core machine are many times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup data reproduce-table2 reproduce-table5 tune-table2 table2 table5 tables figures bench test test-slow lint clean
+.PHONY: help setup data reproduce-table1 table1 reproduce-table2 reproduce-table5 tune-table2 table2 table5 tables figures bench test test-slow lint clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-zA-Z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ $(READY): requirements.lock pyproject.toml
 data: setup ## fetch or build, tokenise and verify the data of SCALE
 	@$(PY) scripts/data.py --scale $(SCALE) $(OVERRIDES)
 
+reproduce-table1: setup ## table 1 from nothing: every optimizer of two libraries probed, about a minute
+	@$(PY) scripts/reproduce.py table1 --scale $(SCALE) --launcher basic --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
 reproduce-table2: setup ## table 2 from nothing: data, sweep, table, figure, verdict
 	@$(PY) scripts/reproduce.py table2 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
@@ -46,6 +49,10 @@ tune-table2: setup ## the learning-rate sweep behind table 2
 
 reproduce-table5: setup ## table 5 from nothing: one training state, rescaled in mid-run and continued in ten ways
 	@$(PY) scripts/reproduce.py table5 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
+table1: setup ## results/tables/table1.* and its figure from the committed summary, no measurement
+	@$(PY) scripts/aggregate.py table1 --scale $(SCALE) --strict
+	@$(PY) scripts/plot.py table1 --scale $(SCALE)
 
 table2: setup ## results/tables/table2.* and its figures from committed summaries, no training
 	@$(PY) scripts/aggregate.py table2 --scale $(SCALE) --strict
@@ -56,10 +63,10 @@ table5: setup ## results/tables/table5.* and its figure from committed summaries
 	@$(PY) scripts/plot.py table5 --scale $(SCALE)
 
 tables: setup ## every committed table, from committed summaries
-	@$(PY) scripts/aggregate.py table2 tune_table2 table5 --strict
+	@$(PY) scripts/aggregate.py table1 table2 tune_table2 table5 --strict
 
 figures: setup ## every committed figure, from committed summaries
-	@$(PY) scripts/plot.py table2 tune_table2 table5
+	@$(PY) scripts/plot.py table1 table2 tune_table2 table5
 
 bench: setup ## speed as ratios, written to results/benchmarks
 	@$(PY) benchmarks/training_step.py

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import config as schema
 from experiments.checks import ConfigError, nearest, validated
 from experiments.code_version import code_version
-from experiments.identity import Identity
+from experiments.identity import CANNOT_CHANGE_THE_RESULT, DECIDED_BY, Identity
 from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnded, peek, runs_root
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 TASKS = {
     "language_model": "experiments.language_model.task",
     "transport_ablation": "experiments.transport_ablation",
+    "optimizer_atlas": "experiments.optimizer_atlas",
 }
 
 FAILED, REFUSED, DIVERGED = 1, 2, 3
@@ -60,6 +61,7 @@ def run(settings: DictConfig) -> str:
         raise ConfigError(f"experiment={hydra.runtime.choices['experiment']} is a sweep; run it with -m")
     if config.task not in TASKS:
         raise ConfigError(f"task={config.task}: choose one of {', '.join(TASKS)}")
+    _refuse_ignored(config.task)
     identity = Identity.of(config)
     directory = runs_root(config) / identity.run_id
     state = peek(directory)
@@ -85,6 +87,17 @@ def run(settings: DictConfig) -> str:
     except Exception as error:
         raise RunFailed(f"{identity.run_id} failed: {directory / 'traceback.txt'}") from error
     return _say("done", f"{identity.run_id} is done: {directory}")
+
+
+def _refuse_ignored(task: str) -> None:
+    """Raise a ConfigError for a setting that a task without model, data and training would ignore."""
+    if task not in DECIDED_BY or not HydraConfig.initialized():
+        return
+    known = (*DECIDED_BY[task], *CANNOT_CHANGE_THE_RESULT, "experiment")
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if not any(key == name or key.startswith(f"{name}.") for name in known):
+            raise ConfigError(f"{override}: task={task} has no such setting, and would ignore it")
 
 
 def _say(outcome: str, message: str) -> str:

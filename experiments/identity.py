@@ -1,6 +1,7 @@
 """What makes two runs the same run: a hash of everything that can change the result, and a readable name.
 
     run_id = <model>-<imbalance>-<rebalance>-<optimizer>-lr<rate>-seed<seed>-<12 hex digits of the identity>
+             <task>-seed<seed>-<12 hex digits>, for a task without a model
 
 The identity is the SHA-256 of the resolved configuration, as canonical JSON, less `CANNOT_CHANGE_THE_RESULT`, plus
 `NUMERICS_VERSION`. The group is the same without the seed: the runs of one cell of a table.
@@ -35,9 +36,14 @@ CANNOT_CHANGE_THE_RESULT = (
 # is left out of the hash, so that a new setting does not rename every old run.
 ADDED_LATER: dict[str, Any] = {}
 
+# Tasks that no model, data or training setting has a part in, with the keys that decide their result.
+DECIDED_BY: dict[str, tuple[str, ...]] = {"optimizer_atlas": ("task", "seed")}
+
 
 def relevant(config: dict[str, Any]) -> dict[str, Any]:
     """The flattened configuration less what cannot change the result."""
+    if config["task"] in DECIDED_BY:
+        return {key: config[key] for key in DECIDED_BY[config["task"]]}
     return {
         key: value
         for key, value in flatten(config).items()
@@ -69,6 +75,8 @@ class Identity:
 
 
 def _slug(config: Config) -> str:
+    if config.task in DECIDED_BY:
+        return f"{config.task}-seed{config.seed}"
     imbalance, rebalance = config.imbalance, config.rebalance
     factor = getattr(imbalance, "factor", None)
     parts = [

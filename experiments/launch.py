@@ -78,28 +78,29 @@ def launch(command: Sequence[str], runs: Sequence[SweepRun], log: Path, console:
 
 def _watch(child: subprocess.Popen[bytes], runs: Sequence[SweepRun], console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Remaining())
-    total = sum(run.config.training.steps for run in runs)
+    steps = {run.run_id: run.config.training.steps for run in runs}  # until the run itself says how many
     pending, bars, finished = list(runs), dict[str, TaskID](), 0
     # Speed over the last minutes: a resumed run starts with steps that took no time here.
     with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=300) as progress:
-        sweep = progress.add_task("steps of the sweep", total=total)
+        sweep = progress.add_task("steps of the sweep", total=sum(steps.values()))
         said = time.monotonic()
         while True:
             ended = child.poll() is not None
             running = 0
             for run in list(pending):
                 state = state_of(run)
+                steps[run.run_id] = state.total_steps or steps[run.run_id]
                 if state.status in (*ENDED, "failed"):
                     pending.remove(run)
-                    finished += run.config.training.steps
+                    finished += steps[run.run_id]
                     if run.run_id in bars:
                         progress.remove_task(bars.pop(run.run_id))
                 elif state.status == "running":
                     running += state.step
                     if run.run_id not in bars:
-                        bars[run.run_id] = progress.add_task(f"  {run.run_id}", total=run.config.training.steps)
+                        bars[run.run_id] = progress.add_task(f"  {run.run_id}", total=steps[run.run_id])
                     progress.update(bars[run.run_id], completed=state.step)
-            progress.update(sweep, completed=finished + running)
+            progress.update(sweep, completed=finished + running, total=sum(steps.values()))
             if not console.is_terminal and time.monotonic() - said > 60:
                 said = time.monotonic()
                 console.print(f"{len(runs) - len(pending)} of {len(runs)} runs ended")

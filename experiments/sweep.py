@@ -110,6 +110,7 @@ def print_states(runs: Sequence[SweepRun], console: Console | None = None, only_
         colour = _COLOURS.get(state.status, "dim")
         ago = f"{time.time() - state.heartbeat:.0f} s ago" if state.heartbeat else ""
         place = f"{run.directory / 'traceback.txt'}\n" if state.status == "failed" else ""
-        table.add_row(run.run_id, f"[{colour}]{state.status}[/]", f"{state.step}/{run.config.training.steps}", ago,
+        total = state.total_steps or run.config.training.steps
+        table.add_row(run.run_id, f"[{colour}]{state.status}[/]", f"{state.step}/{total}", ago,
                       place + (state.message or ""))  # fmt: skip
     console.print(table)

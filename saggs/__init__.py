@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from saggs.injection import inject_imbalance, log_uniform_factors
     from saggs.nullspace import Algebra, algebra
     from saggs.pairs import BALANCED_KINDS, KINDS, Certificate, ParameterSlice, ScalePair
+    from saggs.probes import OptimizerProbe, probe
     from saggs.rescaling import rescale
     from saggs.trials import CertificationError
     from saggs.virtual import BalancedUpdate
@@ -31,6 +32,7 @@ _HOMES = {
     "Certificate": "pairs",
     "CertificationError": "trials",
     "Explanation": "explanation",
+    "OptimizerProbe": "probes",
     "ParameterSlice": "pairs",
     "Rebalancer": "balancing",
     "ScalePair": "pairs",
@@ -43,6 +45,7 @@ _HOMES = {
     "inject_imbalance": "injection",
     "log2_norm_ratios": "balancing",
     "log_uniform_factors": "injection",
+    "probe": "probes",
     "rescale": "rescaling",
 }
 
@@ -54,6 +57,7 @@ __all__ = [
     "Certificate",
     "CertificationError",
     "Explanation",
+    "OptimizerProbe",
     "ParameterSlice",
     "Rebalancer",
     "ScalePair",
@@ -66,6 +70,7 @@ __all__ = [
     "inject_imbalance",
     "log2_norm_ratios",
     "log_uniform_factors",
+    "probe",
     "rescale",
 ]
 

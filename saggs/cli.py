@@ -1,4 +1,5 @@
-"""`saggs inspect`, `explain`, `algebra`, `certify`, `rebalance`: a checkpoint on disk, from the command line.
+"""`saggs inspect`, `explain`, `algebra`, `certify`, `rebalance`: a checkpoint on disk, from the command line; and
+`saggs probe`: an optimizer.
 
 Exit codes: 0 done; 1 a pair failed certification (certify); 2 refused or impossible, with one line on stderr that says
 why; 130 and 143 interrupted. Nothing heavy is imported before the arguments are understood.
@@ -44,7 +45,8 @@ def _terminated(*_: object) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     top = argparse.ArgumentParser(
-        prog="saggs", description="Find, certify and balance the exact scaling symmetries of a checkpoint's weights."
+        prog="saggs",
+        description="Find, certify, balance the exact scaling symmetries of a checkpoint's weights. Probe optimizers.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -85,6 +87,15 @@ def parser() -> argparse.ArgumentParser:
     rebalance.add_argument("--optimizer", type=Path, metavar="FILE", help="its state, if not optimizer.pt in PATH")
     rebalance.add_argument("--without-optimizer", action="store_true", help="leave the optimizer's state out")
     rebalance.set_defaults(command=_rebalance)
+
+    probe = commands.add_parser("probe", help="how an optimizer answers rescaling, rotation and signed permutation")
+    probe.add_argument("optimizer", metavar="CLASS", help="as torch.optim.AdamW, or my_module:MyClass")
+    probe.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, as betas=0.9,0.95; may be repeated"
+    )
+    probe.add_argument("--steps", type=int, metavar="N", help="of every run (default: more than any refresh period)")
+    probe.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    probe.set_defaults(command=_probe)
     return top
 
 
@@ -192,6 +203,16 @@ def _rebalance(options: argparse.Namespace) -> int:
     span = f", factors {min(moved):.4g} to {max(moved):.4g}" if moved else ""
     print(f"{options.out}: {len(moved)} of {len(done.pairs)} pairs rescaled{span}")
     print(f"largest |log2 ratio| {before:.3f} before, {after:.3f} after; optimizer state: {done.optimizer}")
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from saggs.named import builder, optimizer_class, settings_of
+    from saggs.probes import probe
+
+    build = builder(optimizer_class(options.optimizer), settings_of(options.set))
+    found = probe(build, name=options.optimizer, steps=options.steps)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found)
     return 0
 
 

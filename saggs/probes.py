@@ -17,19 +17,21 @@ the measurements are ours (`saggs.responses`, `saggs.state_rules`).
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from saggs.rehearsal import Build, RehearsalError
-from saggs.responses import MOST_STEPS, SHAPES, Responses, periods, steps_for
-from saggs.state_rules import STEPS, StateRules, measure
+from saggs.responses import SHAPES, Responses, periods, steps_for
+from saggs.state_rules import StateRules, measure
 
 COARSE = 5e-2
 """A rule whose own rounding moves its updates by more than this cannot be told equivariant from not."""
-_ROUNDINGS = 4.0
+_ROUNDINGS, _OPEN = 4.0, 1e-5
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Settings:
     Attributes:
         eps: as it is set; None where there is none, or the rule cannot do without.
         clipping: gradients clipped to a norm of 1 beforehand.
-        decay: weight decay 0.1, learning rate times decay kept; zero for a decoupled one. None where there is none.
+        decay: its own weight decay at 0.1, learning rate times decay kept; zero for a decoupled one. None where there
+            is none.
+        coupled_decay: a decay of 0.1 in the gradient, as a penalty on the loss puts it there.
     """
 
     eps: float | None
     clipping: float
     decay: float | None
+    coupled_decay: float
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,11 @@ class OptimizerProbe:
         """How far the rule's own rounding moves its updates; 0 where only an exact degree could tell."""
         return self.scaling.rounding if self.homogeneous and self.scaling.rounding > self.exact else 0.0
 
+    @property
+    def couples(self) -> bool:
+        """Whether another weight's update changes, by more than what single precision leaves open inside a rule."""
+        return self.scaling.coupling > max(self.exact, _OPEN)
+
     def follows(self, residual: float) -> bool | None:
         """Whether a residual of rotations or permutations is zero; None where rounding alone is as large."""
         if residual <= self.exact:
@@ -140,6 +150,8 @@ class OptimizerProbe:
             "name": self.name,
             "steps": self.steps,
             "dtype": self.dtype,
+            "exact": self.exact,
+            "rounding": _plain(self.rounding),
             "scaling": {
                 "degree": scaling.degree,
                 "residual": _plain(scaling.residual),
@@ -162,6 +174,7 @@ class OptimizerProbe:
                 "eps": _plain(settings.eps),
                 "clipping": _plain(settings.clipping),
                 "decay": _plain(settings.decay),
+                "coupled_decay": _plain(settings.coupled_decay),
             },
             "eps_removed": self.eps_removed,
             "random": self.random,
@@ -192,10 +205,10 @@ class OptimizerProbe:
     def _scale_verdict(self) -> str:
         if self.scale_equivariant:
             return "equivariant"
-        return "not equivariant" if self.homogeneous else "not equivariant, no exact degree"
+        return "not equivariant" if self.scaling.residual <= COARSE else "not equivariant, no one degree"
 
     def _coupling_verdict(self) -> str:
-        return "keeps its update" if self.scaling.coupling <= self.exact else "coupled: its update changes"
+        return "coupled: its update changes" if self.couples else "keeps its update"
 
     def _verdict(self, residual: float) -> str:
         found = self.follows(residual)
@@ -216,7 +229,8 @@ class OptimizerProbe:
         else:
             rows.append(("eps as it is set", _number(settings.eps), "0 in the numbers above"))
         rows.append(("gradients clipped to norm 1", _number(settings.clipping), ""))
-        rows.append(("weight decay 0.1", _number(settings.decay), "none" if settings.decay is None else decay))
+        rows.append(("its own weight decay 0.1", _number(settings.decay), "none" if settings.decay is None else decay))
+        rows.append(("a decay of 0.1 in the gradient", _number(settings.coupled_decay), ""))
         return _aligned(rows)
 
     def _transport(self) -> list[str]:
@@ -256,6 +270,24 @@ def probe(build: Build, *, name: str, steps: int | None = None, seed: int = 0) -
     """
     if steps is not None and steps < 2:
         raise ValueError(f"steps={steps}: at least 2, for a state to have an effect")
+    kept = random.getstate()
+    try:
+        return _probe(_seeded(build), name, steps, seed)
+    finally:
+        random.setstate(kept)
+
+
+def _seeded(build: Build) -> Build:
+    """With Python's own random numbers the same in every run, as a rehearsal has PyTorch's."""
+
+    def seeded(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        random.seed(0)
+        return build(parameters)
+
+    return seeded
+
+
+def _probe(build: Build, name: str, steps: int | None, seed: int) -> OptimizerProbe:
     found = periods(build)
     chosen = steps_for(found) if steps is None else steps
     try:
@@ -276,7 +308,7 @@ def probe(build: Build, *, name: str, steps: int | None = None, seed: int = 0) -
         ),
         rotation=Rotation(responses.rotation(False), responses.rotation(True), responses.rotation_of_pair()),
         signed_permutation=responses.signed_permutation(),
-        settings=Settings(responses.eps(), responses.clipping(), responses.decay()),
+        settings=Settings(responses.eps(), responses.clipping(), responses.decay(), responses.coupled_decay()),
         eps_removed=responses.eps_removed,
         random=responses.random(),
         beyond={n: period for n, period in found.items() if period >= chosen},
@@ -336,4 +368,4 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["   ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-__all__ = ["COARSE", "MOST_STEPS", "STEPS", "OptimizerProbe", "Rotation", "Scaling", "Settings", "probe"]
+__all__ = ["COARSE", "OptimizerProbe", "Rotation", "Scaling", "Settings", "probe"]

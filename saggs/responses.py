@@ -17,9 +17,11 @@ arXiv 2606.31963; the measurements are ours.
 from __future__ import annotations
 
 import math
+import random
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ Settings = Mapping[re.Pattern[str], float]
 
 
 def periods(build: Build) -> dict[str, int]:
-    """Whole numbers in an optimizer's param group whose names say how often it refreshes something.
+    """Whole numbers in an optimizer's param groups, and of its own, whose names say how often it refreshes something.
 
     Raises:
         RehearsalError: the optimizer cannot be built.
@@ -49,13 +51,13 @@ def periods(build: Build) -> dict[str, int]:
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            groups = build([weight]).param_groups
+            optimizer = build([weight])
     except Exception as error:  # whatever a class may raise; it is named
         raise RehearsalError(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
     return {
         name: int(value)
-        for group in groups
-        for name, value in group.items()
+        for holder in (vars(optimizer), *optimizer.param_groups)
+        for name, value in holder.items()
         if isinstance(value, int) and not isinstance(value, bool) and value > 1 and _PERIOD.match(name)
     }
 
@@ -150,14 +152,20 @@ class Responses:
 
     def clipping(self) -> float:
         """The residual of the degree where gradients are clipped to a norm of 1, as they come, in both runs."""
-        clipped = self._run(clip=True)
+        return self._with_gradients(clip=True)
+
+    def coupled_decay(self) -> float:
+        """The same where decay times the first weight is added to every gradient, as a penalty on the loss does."""
+        return self._with_gradients(decay=DECAY_VALUE)
+
+    def _with_gradients(self, clip: bool = False, decay: float = 0.0) -> float:
         if self.degree is None:
             return math.inf
-        rates = [c ** (1 - self.degree) for c in FACTORS]
-        return max(
-            _compared(self._run(c, rate, clip=True), clipped, lambda u, c=c: c * u)  # type: ignore[misc]
-            for c, rate in zip(FACTORS, rates, strict=True)
-        )
+        base, distances = self._run(clip=clip, decay=decay), []
+        for c in FACTORS:
+            run = self._run(c, c ** (1 - self.degree), clip=clip, decay=decay)
+            distances.append(_compared(run, base, partial(torch.mul, c)))
+        return max(distances)
 
     def decay(self) -> float | None:
         """The residual of the degree with weight decay, lr times decay kept; None where there is no such setting.
@@ -173,7 +181,7 @@ class Responses:
         for c in FACTORS:
             rate = c ** (1 - self.degree)
             settings = {**self._plain, DECAY: DECAY_VALUE / rate}
-            distances.append(_compared(self._run(c, rate, settings), found, lambda u, c=c: c * u))  # type: ignore[misc]
+            distances.append(_compared(self._run(c, rate, settings), found, partial(torch.mul, c)))
         return max(distances)
 
     def random(self) -> bool:
@@ -181,7 +189,9 @@ class Responses:
 
         def reseeded(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             torch.manual_seed(12345)
-            return self._build(parameters)
+            optimizer = self._build(parameters)
+            random.seed(12345)  # after it, since it seeds Python's numbers itself
+            return optimizer
 
         other = rehearse(reseeded, self._weights[:1], [g[:1] for g in self._gradients], settings=self._plain)
         return _compared(other, self.base, lambda u: u) > self.exact
@@ -194,12 +204,14 @@ class Responses:
         rate: float = 1.0,
         settings: Settings | None = None,
         clip: bool = False,
+        decay: float = 0.0,
     ) -> Rehearsal:
-        gradients = [[g[0] / factor] for g in self._gradients]
+        weight = self._weights[0] * factor
+        gradients = [[g[0] / factor + decay * weight] for g in self._gradients]
         if clip:
             gradients = [[g * min(1.0, CLIP_NORM / float(g.norm()))] for [g] in gradients]
         chosen = self._plain if settings is None else settings
-        return rehearse(self._build, [self._weights[0] * factor], gradients, rate=rate, settings=chosen)
+        return rehearse(self._build, [weight], gradients, rate=rate, settings=chosen)
 
     def _pair(self, action: Action) -> Rehearsal:
         gradients = [[action(g) for g in each] for each in self._gradients]

@@ -16,7 +16,7 @@ from _door import ROOT, enter, wide_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.artifacts.artifact import Rows
+    from experiments.artifacts.artifact import Artifact, Rows
     from experiments.sweep import SweepRun
 
 
@@ -68,7 +68,7 @@ def main() -> int:
     rows = read_rows(runs, chosen.scale, outputs / "runs", committed if chosen.reuse == "committed" else None)
     printed, _ = artifact.build_table(rows)
     printed.print_terminal(console)
-    agree = print_verdicts(rows, console)
+    agree = print_verdicts(artifact, rows, console)
     paths = artifact.write(rows, outputs / "tables", outputs / "figures")
     console.print("written: " + ", ".join(os.path.relpath(path) for path in paths))
     unfinished = [run for run in runs if run.run_id in {r.run_id for r in rows.missing}]
@@ -91,25 +91,25 @@ def require_device(runs: list[SweepRun]) -> None:
 
 def prepare_data(runs: list[SweepRun], console: Console) -> None:
     """Tokenise each corpus of the sweep once, before any run needs it."""
-    from experiments.language_model.data import load_data
+    from experiments.identity import DECIDED_BY
 
-    for config in {repr(run.config.data): run.config for run in runs}.values():
+    needing = [run.config for run in runs if run.config.task not in DECIDED_BY]
+    if needing:
+        from experiments.language_model.data import load_data
+    for config in {repr(config.data): config for config in needing}.values():
         data = load_data(config)
         console.print(f"data: {data.name} ({data.variant}), {data.counts['train'].tokens:,} training tokens, "
                       f"sha256 {data.fingerprint[:12]}… verified")  # fmt: skip
 
 
-def print_verdicts(rows: Rows, console: Console) -> bool:
+def print_verdicts(artifact: Artifact, rows: Rows, console: Console) -> bool:
     """The verdict of every cell against the committed runs; True if none is against."""
     from rich.table import Table
 
     from experiments.analysis.collect import collect
-    from experiments.analysis.verdict import Verdict, judge
 
     committed = ROOT / "results" / "runs"
-    verdicts: list[Verdict] = judge(
-        rows.frame, collect(committed=committed if committed.is_dir() else None), len(rows.seeds)
-    )
+    verdicts = artifact.verdicts(rows, collect(committed=committed if committed.is_dir() else None))
     if {verdict.text for verdict in verdicts} == {"no committed cell"}:
         console.print("verdict against the committed runs: no committed cell, so nothing to compare with")
         return True

@@ -198,9 +198,11 @@ def test_no_artifact_of_an_unknown_name_or_scale() -> None:
 
 def test_perplexities_of_committed_runs_are_the_exponentials_of_their_likelihoods() -> None:
     for path in (RESULTS / "runs").glob("*.json"):
-        summary = json.loads(path.read_text())
+        result = json.loads(path.read_text())["result"]
+        if "optimizers" in result:  # table 1's run trains no model
+            continue
         for split in ("validation", "test"):
-            found = summary["result"][split]
+            found = result[split]
             assert found["perplexity"] == pytest.approx(math.exp(found["nll_nats"] / found["tokens"]), rel=1e-12)
 
 

@@ -48,7 +48,8 @@ GROUPS = sorted(
     path.name for path in schema.CONFIGS.iterdir() if path.is_dir() and path.name not in ("experiment", "hydra")
 )
 OPTIONS = [f"{group}/{path.stem}" for group in GROUPS for path in sorted((schema.CONFIGS / group).glob("*.yaml"))]
-EXPERIMENTS = {"table2": 50, "table2_debug": 20, "table2_paper": 50, "tune_table2": 40}
+EXPERIMENTS = {"table1": 1, "table2": 50, "table2_debug": 20, "table2_paper": 50, "table5": 5, "table5_debug": 2}
+EXPERIMENTS |= {"tune_table2": 40}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -252,6 +252,8 @@ def _fill_result(row: Json, summary: Json, name: str) -> None:
         raise _UnreadableError(f"{name}: result is {result!r}, not an object or null")
     if isinstance(arms := (result or {}).get("arms"), dict):  # a run that continued one state in several ways
         row["arms"] = arms
+    if isinstance(optimizers := (result or {}).get("optimizers"), list):  # the atlas
+        row["optimizers"] = optimizers
     for split in ("validation", "test"):
         numbers = (result or {}).get(split)
         for key, value in (numbers if isinstance(numbers, dict) else {}).items():

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.analysis import figures
 from experiments.analysis.collect import collect
 from experiments.analysis.tables import Table, write_table
+from experiments.analysis.verdict import Verdict, judge
 from experiments.checks import ConfigError
 from experiments.sweep import SweepRun, expand
 
@@ -52,6 +53,11 @@ class Rows:
         return [run for run in self.sweep if run.run_id not in done]
 
 
+def by_perplexity(rows: Rows, committed: pd.DataFrame) -> list[Verdict]:
+    """The verdict of every (model, arm), seed by seed."""
+    return judge(rows.frame, committed, len(rows.seeds))
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A table with its figures.
@@ -62,6 +68,7 @@ class Artifact:
         experiments: the experiment file that feeds it at each scale.
         build_table: rows -> (table as printed, table as CSV).
         build_figures: rows -> figures by name.
+        verdicts: (rows, committed runs) -> does each cell agree with the committed one?
     """
 
     name: str
@@ -69,6 +76,7 @@ class Artifact:
     experiments: Mapping[str, str]
     build_table: Callable[[Rows], tuple[Table, Table]]
     build_figures: Callable[[Rows], dict[str, Figure]]
+    verdicts: Callable[[Rows, pd.DataFrame], list[Verdict]] = by_perplexity
 
     def sweep(self, scale: str, overrides: Sequence[str] = ()) -> list[SweepRun]:
         """Every run the artifact needs at a scale, with further overrides (`seed=0,1`) on top."""
