@@ -108,7 +108,8 @@ def _is_open(cls: type) -> bool:
 
 
 def _nearest(word: str, options: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, options, n=1)
+    same = [option for option in options if option.lower() == word.lower()]
+    near = same or difflib.get_close_matches(word, options, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
