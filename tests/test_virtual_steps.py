@@ -198,7 +198,11 @@ def test_what_it_cannot_do_is_refused_with_its_name(arguments: dict[str, Any], m
         BalancedUpdate(model, optimizer, **{"pairs": [factor_pair()], **arguments})
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, True, "1", lambda: 0.0], ids=str)
+@pytest.mark.parametrize(
+    "max_norm",
+    [0.0, -1.0, math.nan, True, "1", lambda: 0.0],
+    ids=["zero", "negative", "nan", "bool", "text", "closure"],
+)
 def test_a_wrong_norm_or_a_closure_is_refused_before_anything_moves(max_norm: Any) -> None:
     model, optimizer, update = factor_run()
     model().sum().backward()
