@@ -13,7 +13,7 @@ import copy
 import math
 import re
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +130,7 @@ def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Bui
         memo = {id(p): parameters[0] for g in optimizer.param_groups for p in g["params"]}
         keep = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "step")}
         attributes = {k: v for k, v in keep.items() if not k.startswith(_HOOKS)}
-        own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        own = settings_of(optimizer, group)
         if any(id(value) in memo for _, value in entries(attributes)):
             raise RehearsalError(f"{cls.__name__} keeps its weights in a list of its own, beside its param groups")
         fresh = cls.__new__(cls)
@@ -147,6 +147,19 @@ def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Bui
         return fresh
 
     return build
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters and counters: whole numbers that the class's defaults do not name.
+
+    A copy starts from step 0, whenever it is made, and what is measured on it does not depend on when that was.
+    """
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+        and (name in optimizer.defaults or not isinstance(value, int) or isinstance(value, bool))
+    }
 
 
 def draw(
@@ -195,8 +208,11 @@ def _adjust(optimizer: torch.optim.Optimizer, rate: float, settings: Mapping[re.
                     group[name] = type(old)(value for _ in old) if isinstance(old, tuple | list) else value
 
 
-def entries(state: Any, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Tensors (themselves, not copies) and numbers in nested dictionaries and lists, by their path."""
+def entries(state: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Value]]:
+    """Tensors (themselves, not copies) and numbers in nested dictionaries, lists, queues and objects, by their path.
+
+    `within`: the objects that lead here, which are not entered again.
+    """
     if isinstance(state, Tensor):
         yield path, state
     elif isinstance(state, bool | int | float):
@@ -210,10 +226,18 @@ def entries(state: Any, path: str = "") -> Iterator[tuple[str, Value]]:
                 if isinstance(key, float | int) and key < 1e6
                 else f"[{index}]"
             )
-            yield from entries(value, f"{path}.{name}" if path else name)
-    elif isinstance(state, list | tuple):
+            yield from entries(value, f"{path}.{name}" if path else name, within)
+    elif isinstance(state, list | tuple | deque):
         for index, value in enumerate(state):
-            yield from entries(value, f"{path}[{index}]")
+            yield from entries(value, f"{path}[{index}]", within)
+    elif _is_container(state) and id(state) not in within:
+        yield from entries(vars(state), path, (*within, id(state)))
+
+
+def _is_container(state: Any) -> bool:
+    """Whether it is an object that may hold tensors, and neither a class, function, module nor optimizer."""
+    holds = isinstance(getattr(state, "__dict__", None), dict)
+    return holds and not callable(state) and not isinstance(state, torch.optim.Optimizer)
 
 
 def _kept(value: Value) -> Value:
@@ -239,4 +263,4 @@ def _same(a: Value, b: Value) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and (a == b or (math.isnan(a) and math.isnan(b)))
 
 
-__all__ = ["Build", "Rehearsal", "RehearsalError", "Value", "copies_of", "draw", "entries", "rehearse"]
+__all__ = ["Build", "Rehearsal", "RehearsalError", "Value", "copies_of", "draw", "entries", "rehearse", "settings_of"]

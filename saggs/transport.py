@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from saggs.pairs import ParameterSlice, ScalePair, parameter_of
-from saggs.rehearsal import RehearsalError, copies_of, entries
+from saggs.rehearsal import RehearsalError, copies_of, entries, settings_of
 from saggs.state_rules import TOLERANCE, StateRule, StateRules, measure
 
 _SIDE, _LARGER_SIDE = 12, 136  # the larger one lies above the sizes from which some factor their second moments
@@ -53,7 +53,7 @@ class Carrier:
     def __init__(self, optimizers: Optimizers) -> None:
         each = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._owners = {id(p): (one, group) for one in each for group in one.param_groups for p in group["params"]}
-        self._settings = {id(group): _settings(group) for one in each for group in one.param_groups}
+        self._settings = {id(group): _settings(one, group) for one in each for group in one.param_groups}
         self.parameters = [p for one in each for group in one.param_groups for p in group["params"]]
         self.name = " and ".join(type(one).__name__ for one in each)
 
@@ -219,12 +219,12 @@ def _undescribed(rules: StateRules, present: Mapping[str, Any], parameter: nn.Pa
     return ""
 
 
-def _settings(group: Mapping[str, Any]) -> tuple[object, ...]:
+def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[object, ...]:
     """What of a group's settings can change a degree: whether numbers are zero, and all that is no number."""
     return tuple(
         (name, bool(value) if isinstance(value, int | float) else repr(value))
-        for name, value in sorted(group.items())
-        if name not in ("params", "param_names", "lr", "initial_lr") and not isinstance(value, Tensor)
+        for name, value in sorted(settings_of(optimizer, group).items())
+        if name not in ("lr", "initial_lr") and not isinstance(value, Tensor)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,26 @@ KNOWN: dict[str, tuple[Any, dict[str, Any], dict[str, int], float, bool]] = {
     "LARS": (pytorch_optimizer.LARS, {}, {"momentum_buffer": WEIGHT}, 1, False),
     "CAME": (
         pytorch_optimizer.CAME, {},
-        {"exp_avg": RATIO, "exp_avg_sq_row": SECOND, "exp_avg_sq_col": SECOND}, 0, False,
+        {"exp_avg": RATIO, "exp_avg_sq_row": SECOND, "exp_avg_sq_col": SECOND, "RMS": WEIGHT}, 0, False,
     ),
     "SM3": (pytorch_optimizer.SM3, {}, {"accumulator_0": SECOND, "accumulator_1": SECOND}, 0, False),
-    "SOAP": (pytorch_optimizer.SOAP, {}, {"exp_avg": FIRST, "GG[0]": SECOND, "GG[1]": SECOND}, 0, False),
+    "SOAP": (
+        pytorch_optimizer.SOAP, {},
+        {"exp_avg": FIRST, "exp_avg_sq": SECOND, "GG[0]": SECOND, "GG[1]": SECOND, "Q[0]": 0, "Q[1]": 0}, 0, False,
+    ),
+    "AdaFactor": (
+        pytorch_optimizer.AdaFactor, {},
+        {"exp_avg": WEIGHT, "exp_avg_sq_row": SECOND, "exp_avg_sq_col": SECOND}, 1, False,
+    ),
+    "AdEMAMix": (
+        pytorch_optimizer.AdEMAMix, {}, {"exp_avg": FIRST, "exp_avg_slow": FIRST, "exp_avg_sq": SECOND}, 0, True,
+    ),
+    "Adan": (
+        pytorch_optimizer.Adan, {},
+        {"exp_avg": FIRST, "exp_avg_diff": FIRST, "previous_grad": FIRST, "exp_avg_sq": SECOND}, 0, True,
+    ),
+    "PAdam": (pytorch_optimizer.PAdam, {}, {"exp_avg": FIRST, "exp_avg_sq": SECOND}, -0.5, True),
+    "Fromage": (pytorch_optimizer.Fromage, {}, {}, 1, True),
 }  # fmt: skip
 
 
@@ -69,6 +86,8 @@ def test_the_table_of_known_optimizers_is_what_is_measured(name: str) -> None:
     _, _, degrees, update, sliced = KNOWN[name]
     rules = _known(name)
     assert {state: rules.entries[state].degree for state in degrees} == degrees
+    carried = {n for n, rule in rules.entries.items() if rule.moves and not rule.empty and rule.degree != 0}
+    assert carried == {state for state, degree in degrees.items() if degree}, "the table leaves out none"
     assert all(rules.entries[state].residual <= EXACT for state in degrees)
     assert rules.update_degree == update
     assert rules.refusal() == ""
@@ -116,6 +135,29 @@ def made(keep: Callable[..., None] = _plain, move: Callable[..., Tensor] = lambd
     return _of(Made, keep=keep, move=move, **settings)
 
 
+def _normalised(s: dict[str, Any], p: Tensor, g: Tensor) -> Tensor:
+    return s["m"] / s["m"].norm() * p.norm()
+
+
+def _cube_root(s: dict[str, Any], p: Tensor, g: Tensor) -> Tensor:
+    return g.sign() * g.abs() ** (1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("move", "degree"),
+    [(lambda s, p, g: s["m"], -1), (lambda s, p, g: s["m"].sign(), 0), (_normalised, 1), (_cube_root, -1 / 3)],
+)
+def test_a_rule_made_to_scale_is_found_exact_with_the_degree_of_its_update(
+    move: Callable[..., Tensor], degree: float
+) -> None:
+    """The control of the broken ones below: one state, -1, whatever the update does."""
+    rules = made(move=move)
+    assert rules.exact
+    assert rules.refusal(sliced=True) == ""
+    assert rules.summary() == "m^-1"
+    assert rules.update_degree == pytest.approx(degree, abs=1e-9)
+
+
 def _with_weight(s: dict[str, Any], p: Tensor, g: Tensor, t: int) -> None:
     _average(s, "mixed", g + p)
 
@@ -146,6 +188,16 @@ def _nested(s: dict[str, Any], p: Tensor, g: Tensor, t: int) -> None:
     inner["list"][0].add_(g)
     inner["list"][1].add_(g**3)
     inner["count"] += 1
+
+
+class _Box:
+    def __init__(self, like: Tensor) -> None:
+        self.inside, self.itself = [torch.zeros_like(like)], self
+
+
+def _hidden(s: dict[str, Any], p: Tensor, g: Tensor, t: int) -> None:
+    s.setdefault("box", _Box(g)).inside[0].add_(g * g)
+    s.setdefault("queue", deque(maxlen=3)).append(g.clone())
 
 
 def _random(s: dict[str, Any], p: Tensor, g: Tensor, t: int) -> None:
@@ -189,6 +241,12 @@ def test_a_state_in_lists_and_dictionaries_has_its_degree_by_its_path() -> None:
     degrees = {name: rule.degree for name, rule in rules.entries.items()}
     assert degrees == {"step": 0, "deep.list[0]": -1, "deep.list[1]": -3, "deep.count": 0}
     assert rules.refusal(sliced=True) == ""
+
+
+def test_a_state_in_a_queue_or_an_object_is_seen() -> None:
+    rules = made(_hidden)
+    degrees = {name: rule.degree for name, rule in rules.entries.items()}
+    assert degrees == {"step": 0, "box.inside[0]": -2, "queue[0]": -1, "queue[1]": -1, "queue[2]": -1}
 
 
 @pytest.mark.parametrize(("keep", "named"), [(_by_row, "rows"), (_whole, "unit"), (_whole, "scaled")])

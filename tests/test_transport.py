@@ -100,7 +100,7 @@ def test_every_optimizer_there_is_is_carried_exactly_or_refused_by_name(name: st
                 key = f"{side}.{entry}"
                 if rule.moves and rule.degree is not None and rule.degree <= 0 and key in there and there[key].any():
                     here = state_of(model, optimizer)[key]
-                    assert relative_distance(here, there[key]) < max(1e-9, rules.inexact), key
+                    assert relative_distance(here, there[key]) < max(1e-9, 10 * rules.inexact), key
         saggs.rescale(model, factor_pair(), 1 / 32.0, optimizer)
     assert differing(before, state_of(model, optimizer)) == []
 
@@ -343,3 +343,12 @@ def test_training_goes_on_with_an_optimizer_nobody_listed() -> None:
         rebalancer.rebalance()
         assert saggs.log2_norm_ratios(model, pairs).abs().max() < 1e-5
         assert torch.isfinite(model(input_ids=tokens(1)).logits).all()
+
+
+@pytest.mark.parametrize("steps", [0, 3, 8])
+def test_what_is_measured_does_not_depend_on_when(steps: int) -> None:
+    """Ranger counts its steps in the param group, and synchronises every sixth: a copy begins at step 0 anyway."""
+    model = Factors().double()
+    optimizer = pytorch_optimizer.Ranger(model.parameters(), lr=1e-2)
+    run(model, optimizer, steps)
+    assert "'slow_buffer'" in Carrier(optimizer).rules(model.left).refusal()
