@@ -218,6 +218,7 @@ def _check(config: Config) -> None:
         ("training.precision", training.precision, "float64"),
         ("training.device", training.device, "cpu"),
         ("training.compile", training.compile, False),
+        ("wandb.mode", config.wandb.mode, "disabled"),
         ("model.dropout", getattr(config.model, "dropout", 0.0), 0.0),
         ("imbalance.distribution", getattr(imbalance, "distribution", "fixed"), "fixed"),
         ("imbalance.transport", getattr(imbalance, "transport", True), True),

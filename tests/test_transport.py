@@ -345,10 +345,53 @@ def test_training_goes_on_with_an_optimizer_nobody_listed() -> None:
         assert torch.isfinite(model(input_ids=tokens(1)).logits).all()
 
 
-@pytest.mark.parametrize("steps", [0, 3, 8])
-def test_what_is_measured_does_not_depend_on_when(steps: int) -> None:
-    """Ranger counts its steps in the param group, and synchronises every sixth: a copy begins at step 0 anyway."""
-    model = Factors().double()
-    optimizer = pytorch_optimizer.Ranger(model.parameters(), lr=1e-2)
-    run(model, optimizer, steps)
-    assert "'slow_buffer'" in Carrier(optimizer).rules(model.left).refusal()
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Mixing(torch.optim.Optimizer):
+    """Keeps the sum of weight and gradient: no power of a factor carries that."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].setdefault("mixed", torch.zeros_like(p))
+                kept.mul_(0.9).add_(p + p.grad)
+                p.sub_(kept, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Mixing, "Mixing.*its state 'mixed' answers with no whole power"),
+        (torch.optim.Adadelta, "Adadelta.*its state 'acc_delta' answers with no whole power"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_carried_is_refused_by_name_and_nothing_is_changed(build: Any, reason: str) -> None:
+    """A guess would be worse than none. Weights alone may still be moved."""
+    model = Factors()
+    optimizer = build(model.parameters())
+    before = snapshot(model)
+    for attempt in (
+        lambda: saggs.rescale(model, factor_pair(), 2.0, optimizer),
+        lambda: saggs.balance(model, [factor_pair()], optimizer),
+        lambda: saggs.Rebalancer(model, optimizer, [factor_pair()]),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot carry the state of .*{reason}.*transport=False"):
+            attempt()
+    assert differing(before, snapshot(model)) == []
+    assert saggs.Rebalancer(model, optimizer, [factor_pair()], transport=False).step()
+
+
+def test_an_unknown_state_entry_is_refused_by_name() -> None:
+    model = Factors()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.left] = {"momentum_buffer": torch.ones_like(model.left), "shadow": torch.ones(1)}
+    with pytest.raises(
+        ValueError, match=r"SGD.*its state 'shadow' is another one than in a rehearsal \(.*momentum_buf"
+    ):
+        saggs.rescale(model, factor_pair(), 2.0, optimizer)

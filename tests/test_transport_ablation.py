@@ -72,6 +72,7 @@ def test_an_eps_that_is_not_scaled_is_told_from_one_that_is(result: dict[str, An
         ("imbalance.transport=false", ["imbalance.transport", "true"]),
         ("model=debug_gpt2", ["debug_gpt2", "fused", "model=mini_llama"]),
         ("training.compile=true", ["training.compile", "false"]),
+        ("wandb.mode=offline", ["wandb.mode=offline", "disabled"]),
     ],
 )
 def test_what_the_task_has_no_use_for_is_refused_by_name(change: str, expected: list[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models import Factors, differing, factor_pair, square_llama, train
-from test_transport import CLASSES
+from test_transport import CLASSES, run
 from torch import Tensor, nn
 
 import saggs
@@ -367,3 +367,12 @@ def test_a_schedule_goes_on_from_where_it_was() -> None:
     go_on(running, 1)
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 8])
+def test_what_is_measured_does_not_depend_on_when(steps: int) -> None:
+    """Ranger counts its steps in the param group, and synchronises every sixth: a copy begins at step 0 anyway."""
+    model = Factors().double()
+    optimizer = pytorch_optimizer.Ranger(model.parameters(), lr=1e-2)
+    run(model, optimizer, steps)
+    assert "'slow_buffer'" in Carrier(optimizer).rules(model.left).refusal()
