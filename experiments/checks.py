@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from typing import Any
 
@@ -25,6 +26,15 @@ from experiments.config import (
     ReciprocalImbalance,
     Saggs,
     Virtual,
+)
+from experiments.study_config import (
+    Attention,
+    Characters,
+    MatScene,
+    ModularAddition,
+    RuleGrid,
+    Scene,
+    Sensing,
 )
 
 
@@ -93,6 +103,10 @@ def check(config: Config) -> None:
     _check_imbalance(config)
     _check_rebalance(config.rebalance)
     _check_training(config)
+    _check_rules(config)
+    _check_sensing(config.sensing)
+    _check_scene(config.scene)
+    _check_attention(config.attention)
     _require(0 <= config.seed < 2**63, "seed", config.seed, "must be 0 or more, and below 2**63")
     _require(bool(config.paths.outputs), "paths.outputs", repr(config.paths.outputs), "name a folder")
     _one_of("wandb.mode", config.wandb.mode, ("disabled", "offline", "online", "auto"))
@@ -195,3 +209,83 @@ def _check_training(config: Config) -> None:
     if t.schedule == "constant":
         _require(t.final_rate_fraction == 1, "training.final_rate_fraction", t.final_rate_fraction,
                  "a constant schedule ends at 1")  # fmt: skip
+
+
+# --- factorizations, and attention in another basis -----------------------------------------------------------------
+
+
+def _check_rules(config: Config) -> None:
+    if config.task in ("matrix_sensing", "hyperspectral") and not config.rules:
+        raise ConfigError(f"no rules for task={config.task}; choose some, as in rules=nine")
+    for arm, grid in config.rules.items():
+        _check_grid(f"rules.{arm}", grid)
+
+
+def _check_grid(key: str, grid: RuleGrid) -> None:
+    _require(bool(grid.rates), f"{key}.rates", grid.rates, "give at least one learning rate")
+    _require(len(set(grid.rates)) == len(grid.rates), f"{key}.rates", grid.rates, "give each learning rate once")
+    for rate in grid.rates:
+        _require(0 < rate < math.inf, f"{key}.rates", rate, "a learning rate is positive and finite")
+    _one_of(f"{key}.schedule", grid.schedule, ("constant", "cosine"))
+
+
+def _check_sensing(sensing: Sensing) -> None:
+    _positive("sensing", sensing, "size", "rank", "measurements", "width", "steps", "check_every")
+    for name in ("rank", "width"):
+        value = getattr(sensing, name)
+        _require(value <= sensing.size, f"sensing.{name}", value,
+                 f"must not exceed that of the matrix, sensing.size={sensing.size}")  # fmt: skip
+    if sensing.tail:
+        _require(sensing.rank < sensing.size, "sensing.rank", sensing.rank,
+                 f"sensing.tail={sensing.tail:g} needs room outside the rank")  # fmt: skip
+    _require(sensing.measurements <= sensing.size**2, "sensing.measurements", sensing.measurements,
+             f"a matrix of {sensing.size} x {sensing.size} is known after {sensing.size**2}")  # fmt: skip
+    _require(0 <= sensing.tail < 1, "sensing.tail", sensing.tail, "must lie in [0, 1)")
+    _check_holdout("sensing.holdout", sensing.holdout)
+    if sensing.holdout:
+        _require(sensing.holdout * sensing.measurements >= 1, "sensing.holdout", sensing.holdout,
+                 f"leaves out no measurement of {sensing.measurements}; 0 makes no second pass")  # fmt: skip
+    _require(sensing.start_scale > 0, "sensing.start_scale", sensing.start_scale,
+             "must be positive: from zero no rule can move")  # fmt: skip
+    _require(sensing.stop_loss >= 0, "sensing.stop_loss", sensing.stop_loss, "must be 0 or more")
+    _one_of("sensing.precision", sensing.precision, ("float32", "float64"))
+
+
+def _check_holdout(key: str, share: float) -> None:
+    _require(0 <= share < 1, key, share, "must lie in [0, 1); 0 makes no second pass")
+
+
+def _check_scene(scene: Scene) -> None:
+    _positive("scene", scene, "pixels", "width", "steps")
+    if isinstance(scene, MatScene):
+        for name in ("path", "variable"):
+            if not getattr(scene, name):
+                raise ConfigError(f"no value for scene.{name}; set it, as in scene.{name}=NAME")
+    _require(0 < scene.density < 1, "scene.density", scene.density,
+             "must lie between 0 and 1: some entries are observed and some are left to test on")  # fmt: skip
+    _check_holdout("scene.holdout", scene.holdout)
+    _require(scene.start_scale > 0, "scene.start_scale", scene.start_scale,
+             "must be positive: from zero no rule can move")  # fmt: skip
+    falling = bool(scene.levels) and scene.levels[-1] > 0 and all(a > b for a, b in itertools.pairwise(scene.levels))
+    _require(falling, "scene.levels", scene.levels, "give positive training errors, each smaller than the one before")
+    _require(0 <= scene.pixel_seed < 2**63, "scene.pixel_seed", scene.pixel_seed, "must be 0 or more, below 2**63")
+
+
+def _check_attention(attention: Attention) -> None:
+    _positive("attention", attention, "layers", "width", "heads", "mlp_width", "steps")
+    _require(attention.width % attention.heads == 0, "attention.heads", attention.heads,
+             f"must divide attention.width={attention.width}")  # fmt: skip
+    _require(len(set(attention.noises)) == len(attention.noises), "attention.noises", attention.noises,
+             "give each size of noise once")  # fmt: skip
+    for noise in attention.noises:
+        _require(noise > 0, "attention.noises", noise, "a noise is positive; the identity twin has none")
+    _require(0 <= attention.rotation_seed < 2**63, "attention.rotation_seed", attention.rotation_seed,
+             "must be 0 or more, below 2**63")  # fmt: skip
+    _one_of("attention.precision", attention.precision, ("float32", "float64"))
+    if isinstance(attention, ModularAddition):
+        _require(attention.modulus >= 2, "attention.modulus", attention.modulus, "must be at least 2")
+        pairs, share = attention.modulus**2, attention.train_fraction
+        _require(0 < share < 1 and 1 <= int(share * pairs) < pairs, "attention.train_fraction", share,
+                 "must lie between 0 and 1, and leave pairs on both sides")  # fmt: skip
+    if isinstance(attention, Characters):
+        _positive("attention", attention, "context", "batch_sequences")

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import config as schema
 from experiments.checks import ConfigError, nearest, validated
 from experiments.code_version import code_version
-from experiments.identity import CANNOT_CHANGE_THE_RESULT, DECIDED_BY, Identity
+from experiments.identity import DECIDED_BY, STUDIES, Identity
 from experiments.run import ENDED, Diverged, Interrupted, Run, RunAlive, RunEnded, peek, runs_root
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,13 @@ TASKS = {
     "language_model": "experiments.language_model.task",
     "transport_ablation": "experiments.transport_ablation",
     "optimizer_atlas": "experiments.optimizer_atlas",
+    "matrix_sensing": "experiments.matrix_sensing",
+    "hyperspectral": "experiments.hyperspectral",
+    "attention_rotation": "experiments.attention_rotation.task",
 }
+
+# What every task takes beside the settings that decide its result.
+ALWAYS_HEEDED = ("experiment", "arm", "scale", "paths", "progress", "reuse_committed")
 
 FAILED, REFUSED, DIVERGED = 1, 2, 3
 
@@ -90,13 +96,15 @@ def run(settings: DictConfig) -> str:
 
 
 def _refuse_ignored(task: str) -> None:
-    """Raise a ConfigError for a setting that a task without model, data and training would ignore."""
-    if task not in DECIDED_BY or not HydraConfig.initialized():
+    """Raise a ConfigError for a setting of another task, which this one would ignore."""
+    if not HydraConfig.initialized():
         return
-    known = (*DECIDED_BY[task], *CANNOT_CHANGE_THE_RESULT, "experiment")
     for override in HydraConfig.get().overrides.task:
-        key = override.lstrip("+~").partition("=")[0]
-        if not any(key == name or key.startswith(f"{name}.") for name in known):
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        parts = key.split(".")
+        own = DECIDED_BY.get(task)
+        heeded = parts[0] not in STUDIES if own is None else parts[0] in (*own, *ALWAYS_HEEDED)
+        if not heeded:
             raise ConfigError(f"{override}: task={task} has no such setting, and would ignore it")
 
 

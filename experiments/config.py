@@ -15,6 +15,17 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from experiments.study_config import (
+    Attention,
+    Characters,
+    IndianPines,
+    MatScene,
+    ModularAddition,
+    RuleGrid,
+    Scene,
+    Sensing,
+)
+
 KINDS = ("query_key", "value_output", "up_down")
 
 
@@ -111,6 +122,35 @@ class RMSprop(Optimizer):
     name: str = "rmsprop"
     alpha: float = 0.99
     eps: float = 1e-8
+
+
+@dataclass
+class Adam(Optimizer):
+    """`torch.optim.Adam`; its weight decay is coupled."""
+
+    name: str = "adam"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass
+class ScalarAdam(Optimizer):
+    """`saggs.rules.ScalarAdam`: one second moment for all weights together."""
+
+    name: str = "scalar_adam"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass
+class Muon(Optimizer):
+    """`saggs.rules.Muon` for hidden matrices; Adam with `adam_rate` for embeddings, head and vectors."""
+
+    name: str = "muon"
+    momentum: float = 0.9
+    adam_rate: float = 1e-3
 
 
 @dataclass
@@ -254,6 +294,10 @@ class Config:
     optimizer: Optimizer = MISSING
     imbalance: Imbalance = field(default_factory=Imbalance)
     rebalance: Rebalance = field(default_factory=Rebalance)
+    rules: dict[str, RuleGrid] = field(default_factory=dict)
+    sensing: Sensing = field(default_factory=Sensing)
+    scene: Scene = MISSING
+    attention: Attention = MISSING
     training: Training = field(default_factory=Training)
     evaluation: Evaluation = field(default_factory=Evaluation)
     logging: Logging = field(default_factory=Logging)
@@ -268,9 +312,19 @@ class Config:
 OPTIONS: dict[str, dict[str, type]] = {
     "model": {"gpt2": GPT2Model, "llama": LlamaModel, "custom": CustomModel},
     "data": {"corpus": Data},
-    "optimizer": {"adamw": AdamW, "sgd": SGD, "rmsprop": RMSprop, "custom": CustomOptimizer},
+    "optimizer": {
+        "adamw": AdamW,
+        "sgd": SGD,
+        "rmsprop": RMSprop,
+        "adam": Adam,
+        "scalar_adam": ScalarAdam,
+        "muon": Muon,
+        "custom": CustomOptimizer,
+    },
     "imbalance": {"none": Imbalance, "reciprocal": ReciprocalImbalance},
     "rebalance": {"none": Rebalance, "saggs": Saggs, "virtual": Virtual, "custom": CustomRebalance},
+    "scene": {"indian_pines": IndianPines, "mat": MatScene},
+    "attention": {"modular": ModularAddition, "characters": Characters},
 }
 
 
@@ -291,7 +345,8 @@ def known_keys() -> list[str]:
     """Every dotted key that some option of the schema has."""
     keys = [f.name for f in fields(Config)]
     for name, node in (("training", Training), ("evaluation", Evaluation), ("logging", Logging),
-                       ("checkpoint", Checkpoint), ("wandb", Wandb), ("paths", Paths)):  # fmt: skip
+                       ("checkpoint", Checkpoint), ("wandb", Wandb), ("paths", Paths),
+                       ("sensing", Sensing)):  # fmt: skip
         keys += [f"{name}.{f.name}" for f in fields(node)]
     for group, options in OPTIONS.items():
         keys += [f"{group}.{f.name}" for node in options.values() for f in fields(node)]

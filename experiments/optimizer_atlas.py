@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from experiments.code_version import code_version
 from experiments.config import Config
-from experiments.identity import DECIDED_BY
 from experiments.language_model.training import stop_signals
 from experiments.optimizer_builders import Entry, entries
 from experiments.run import Interrupted, Run
@@ -32,7 +31,6 @@ from saggs.probes import OptimizerProbe, degree_text, probe
 from saggs.rehearsal import RehearsalError
 
 PROCESSES = 2
-TASK = "optimizer_atlas"
 
 
 @dataclass
@@ -67,8 +65,6 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Say what the run depends on."""
     facts = {
-        # What decides the result, in place of settings that have no part in it.
-        "config": {key: getattr(config, key) for key in DECIDED_BY[TASK]},
         **dict.fromkeys(("model", "arm", "optimizer", "learning_rate")),
         "seeds": {"draws": config.seed},
         "data": None,

@@ -31,7 +31,7 @@ from typing import IO, Any, Literal
 
 from experiments.config import Config
 from experiments.files import read_json, sync_directory, write_atomically, write_json
-from experiments.identity import NUMERICS_VERSION, Identity
+from experiments.identity import NUMERICS_VERSION, Identity, recorded
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Run:
             "seed": config.seed,
             "learning_rate": config.optimizer.learning_rate,
             "created": time.time(),
-            "config": dataclasses.asdict(config),
+            "config": recorded(config),
             **facts,
         }
         write_json(path, manifest)

@@ -32,7 +32,8 @@ from experiments.config import (
     Saggs,
     Training,
 )
-from experiments.identity import CANNOT_CHANGE_THE_RESULT, Identity, flatten, relevant
+from experiments.identity import CANNOT_CHANGE_THE_RESULT, Identity, flatten, recorded, relevant
+from experiments.study_config import Characters, IndianPines, MatScene, ModularAddition, RuleGrid
 from experiments.sweep import expand
 
 # --- everything under configs/ composes ------------------------------------------------------------------------------
@@ -43,6 +44,8 @@ NEEDED = {
     "data/text": ["data.path=somewhere"],
     "optimizer/custom": ["optimizer.name=mine", "optimizer.learning_rate=1e-3"],
     "rebalance/custom": ["rebalance.name=mine"],
+    "scene/mat": ["scene.name=mine", "scene.path=a.mat", "scene.variable=a"],
+    "scene/pavia_university": ["scene.path=PaviaU.mat"],
 }
 GROUPS = sorted(
     path.name for path in schema.CONFIGS.iterdir() if path.is_dir() and path.name not in ("experiment", "hydra")
@@ -56,7 +59,8 @@ EXPERIMENTS |= {"tune_table2": 40}
 def test_every_option_of_every_group_composes_and_is_valid(option: str) -> None:
     group, name = option.split("/")
     found = validated(composed([f"{group}={name}", *NEEDED.get(option, [])]))
-    assert dataclasses.is_dataclass(getattr(found, group)) or getattr(found, group) == name
+    chosen = getattr(found, group)
+    assert dataclasses.is_dataclass(chosen) or isinstance(chosen, dict) or chosen == name
     if option in NEEDED:
         with pytest.raises(ConfigError, match="no value for"):
             validated(composed([f"{group}={name}"]))
@@ -272,7 +276,24 @@ CONFIGS = {
     "custom": made(CUSTOM, CustomOptimizer("mine", 1e-3), ReciprocalImbalance(), CustomRebalance("mine")),
     "rmsprop": made(GPT2, RMSprop(learning_rate=1e-3), ReciprocalImbalance(), Saggs()),
 }
-LEAVES = sorted({key: name for name, c in CONFIGS.items() for key in flatten(dataclasses.asdict(c))}.items())
+CONFIGS |= {
+    task: dataclasses.replace(
+        CONFIGS["rmsprop"], task=task, rules={"gd": RuleGrid("gd", [0.1])}, scene=scene, attention=attention
+    )
+    for task, scene, attention in (
+        ("matrix_sensing", IndianPines(), ModularAddition(steps=3)),
+        ("hyperspectral", MatScene("mine", path="a.mat", variable="a"), ModularAddition(steps=3)),
+        ("attention_rotation", IndianPines(), Characters(steps=3)),
+        ("optimizer_atlas", IndianPines(), ModularAddition(steps=3)),
+    )
+}
+LEAVES = sorted((key, name) for name, config in CONFIGS.items() for key in flatten(recorded(config)) if key != "task")
+LISTED = [
+    (key, name)
+    for name, config in CONFIGS.items()
+    for key in flatten(dataclasses.asdict(config))
+    if key not in flatten(recorded(config))
+]
 
 
 def changed(config: Config, key: str) -> Config:
@@ -281,8 +302,12 @@ def changed(config: Config, key: str) -> Config:
     *path, last = key.split(".")
     node: Any = tree
     for name in path:
-        child = dataclasses.replace(getattr(node, name))
-        setattr(node, name, child)
+        if isinstance(node, dict):
+            node[name] = child = dataclasses.replace(node[name])
+        else:
+            child = getattr(node, name)
+            child = dict(child) if isinstance(child, dict) else dataclasses.replace(child)
+            setattr(node, name, child)
         node = child
     value = getattr(node, last)
     other: Any
@@ -309,6 +334,11 @@ def test_a_key_changes_the_identity_unless_it_is_listed(key: str, name: str) -> 
     assert (one.group == other.group) == (listed or key == "seed")
 
 
+@pytest.mark.parametrize(("key", "name"), LISTED)
+def test_a_setting_of_another_task_changes_no_identity(key: str, name: str) -> None:
+    assert Identity.of(CONFIGS[name]).full == Identity.of(changed(CONFIGS[name], key)).full
+
+
 def test_every_listed_key_exists() -> None:
     keys = [key for key, _ in LEAVES]
     assert [out for out in CANNOT_CHANGE_THE_RESULT if not any(k == out or k.startswith(f"{out}.") for k in keys)] == []
@@ -331,8 +361,8 @@ def test_another_numerics_version_is_another_run(monkeypatch: pytest.MonkeyPatch
 def test_a_key_added_later_renames_no_run_that_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `training.threads` were new: at its old value the identity is that of a schema without it."""
     config = CONFIGS["gpt2"]
-    entries = relevant(dataclasses.asdict(config))
+    entries = relevant(config)
     del entries["training.threads"]
     monkeypatch.setitem(identity_module.ADDED_LATER, "training.threads", 1)
-    assert relevant(dataclasses.asdict(config)) == entries
-    assert "training.threads" in relevant(dataclasses.asdict(changed(config, "training.threads")))
+    assert relevant(config) == entries
+    assert "training.threads" in relevant(changed(config, "training.threads"))

@@ -6,20 +6,13 @@
         state.json             step, rebalancer, bytes of metrics written so far
         COMPLETE               SHA-256 of the other files; written last
 
-A checkpoint is written into a temporary sibling, each file synced, the marker last, and then renamed. On resume the
-newest one whose hashes agree is used; a damaged one is named in a warning and passed over.
+How a folder is written whole, and found intact, is `experiments.saved`'s.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import logging
-import os
-import re
-import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,17 +22,20 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from experiments.files import sync_directory
+from experiments.saved import newest_folder, set_aside, write_folder
 from saggs.pairs import named_parameters, unwrap, unwrapped_name
 
-log = logging.getLogger(__name__)
-
 _FILES = ("weights.safetensors", "optimizer.pt", "state.json")
-_MARKER = "COMPLETE"
 
-
-class CheckpointDamaged(ValueError):
-    """A checkpoint whose files are missing or not what the marker says."""
+__all__ = [
+    "load_newest",
+    "load_optimizer_state",
+    "load_weights",
+    "optimizer_state_of",
+    "save",
+    "set_aside",
+    "weights_of",
+]
 
 
 # --- what a checkpoint holds -----------------------------------------------------------------------------------------
@@ -147,93 +143,25 @@ def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    final = directory / f"step-{state['step']:06d}"
-    temporary = directory / f".{final.name}.{os.getpid()}"
     buffer = io.BytesIO()
     torch.save(optimizer_state_of(model, optimizer), buffer)
     weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(model).items()}
     contents = (save_safetensors(weights), buffer.getvalue(), json.dumps(state, allow_nan=False).encode())
-    try:
-        temporary.mkdir()
-        hashes = {}
-        for name, data in zip(_FILES, contents, strict=True):
-            _write_synced(temporary / name, data)
-            hashes[name] = hashlib.sha256(data).hexdigest()
-        _write_synced(temporary / _MARKER, json.dumps(hashes).encode())
-        sync_directory(temporary)
-        if final.exists():  # a damaged one of the same step, passed over on resume
-            shutil.rmtree(final)
-        temporary.rename(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_directory(directory)
-    for old in [path for path in _all(directory) if path != final][keep - 1 :]:
-        shutil.rmtree(old)
-    return final
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _all(directory: Path) -> list[Path]:
-    """Checkpoints, the newest first."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    return write_folder(directory, state["step"], dict(zip(_FILES, contents, strict=True)), keep)
 
 
 def load_newest(directory: Path, tidy: bool = False) -> dict[str, Any] | None:
     """The newest intact checkpoint as {"weights", "optimizer", "state", "path"}; None where there is none.
 
-    Damaged ones are named in a warning and passed over.
-
-    Args:
-        directory: the run's `checkpoints`; need not exist.
-        tidy: for the run's own process: set damaged ones aside and remove what a killed save left behind.
+    Damaged ones are named in a warning and passed over; with `tidy`, for the run's own process, they are set aside.
     """
-    if tidy:
-        for leftover in directory.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    candidates = _all(directory)
-    for path in candidates:
-        try:
-            return _read(path)
-        except CheckpointDamaged as error:
-            before = "using the one before it" if path != candidates[-1] else "there is none before it: from step 0"
-            log.warning("%s; %s", error, before)
-            if tidy:
-                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-    return None
-
-
-def set_aside(directory: Path) -> None:
-    """Rename every checkpoint so that none is found again."""
-    for path in _all(directory):
-        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        hashes = json.loads((path / _MARKER).read_bytes())
-        contents = {name: (path / name).read_bytes() for name in _FILES}
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"checkpoint {path} is incomplete ({error})") from None
-    if not isinstance(hashes, dict):
-        raise CheckpointDamaged(f"checkpoint {path} is damaged: {_MARKER} is not what was written")
-    for name, data in contents.items():
-        if hashlib.sha256(data).hexdigest() != hashes.get(name):
-            raise CheckpointDamaged(f"checkpoint {path} is damaged: {name} is not what was written")
-    state = json.loads(contents["state.json"])
-    if state["step"] != int(path.name[5:]):
-        raise CheckpointDamaged(f"checkpoint {path} holds step {state['step']}: it was renamed")
+    found = newest_folder(directory, _FILES, tidy)
+    if found is None:
+        return None
+    path, contents = found
     return {
         "weights": load_safetensors(contents["weights.safetensors"]),
         "optimizer": torch.load(io.BytesIO(contents["optimizer.pt"]), weights_only=True, map_location="cpu"),
-        "state": state,
+        "state": json.loads(contents["state.json"]),
         "path": path,
     }
