@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -41,7 +42,7 @@ TASKS = {
 }
 
 # What every task takes beside the settings that decide its result.
-ALWAYS_HEEDED = ("experiment", "arm", "scale", "paths", "progress", "reuse_committed")
+ALWAYS_HEEDED = ("experiment", "study", "arm", "scale", "paths", "progress", "reuse_committed")
 
 FAILED, REFUSED, DIVERGED = 1, 2, 3
 
@@ -140,6 +141,9 @@ def guarded(action: Callable[[], Any]) -> int:
         traceback.print_exception(error.__cause__)
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    except yaml.YAMLError as error:
+        print(f"refused: a configuration file is no YAML: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED
     except (HydraException, OmegaConfBaseException) as error:
         print(f"refused: {explain(error)}", file=sys.stderr)
         return REFUSED
@@ -181,6 +185,8 @@ def explain(error: BaseException) -> str:
         if key in schema.known_keys():
             group = key.partition(".")[0]
             return f"{key} belongs to another option of {group} than the one chosen; add {group}=OPTION that has it"
+        if key.startswith("rules."):
+            return f"{key}: the chosen rules have no such arm; one of your own: rules=one rules.one.rule=NAME"
         if ".hf." in key or ".options." in key:
             return f"{key} is a setting of your own: add it with +{key}=VALUE"
         return f"{key} is not a setting{nearest(key, schema.known_keys())}"

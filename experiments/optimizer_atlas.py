@@ -45,10 +45,11 @@ class Prepared:
         """Measure every row; returns the summary's result."""
         run.rewind_metrics(0)
         rows: dict[int, dict[str, str]] = {}
-        shown = self.config.progress or None
         with (
             stop_signals() as stop,
-            tqdm(total=self.total_steps, disable=not shown, unit="optimizer", leave=False) as bar,
+            tqdm(
+                total=self.total_steps, disable=not self.config.progress or None, unit="optimizer", leave=False
+            ) as bar,
             ProcessPoolExecutor(PROCESSES, get_context("spawn"), _one_thread) as pool,
         ):
             waiting = {pool.submit(row, i, self.config.seed): i for i in range(self.total_steps)}

@@ -44,6 +44,7 @@ NEEDED = {
     "data/text": ["data.path=somewhere"],
     "optimizer/custom": ["optimizer.name=mine", "optimizer.learning_rate=1e-3"],
     "rebalance/custom": ["rebalance.name=mine"],
+    "rules/one": ["rules.one.rule=gd", "rules.one.rates=[0.1]"],
     "scene/mat": ["scene.name=mine", "scene.path=a.mat", "scene.variable=a"],
     "scene/pavia_university": ["scene.path=PaviaU.mat"],
 }
