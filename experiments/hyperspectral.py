@@ -6,7 +6,9 @@ Runs are compared at equal training errors, `scene.levels`, and end at the last 
 
     members     every (arm, rate, pass): outcome, steps, training loss, and for every level reached step, test error, …
     scene       one pixel's and one band's true values, what is observed of them, where the pixels lie
-    examples    the same pixel and band as each arm recovers them, at the rate of the least held-out error of this seed
+    examples    the same pixel and band as each arm recovers them, at this seed's rate of the least held-out error
+
+The second pass, which leaves out observed entries, is made at those rates that reach the last level in the first.
 
 Steps are counted as the published logs do: that of the first gradient is 1.
 """
@@ -49,7 +51,7 @@ class Prepared:
 
     @property
     def members(self) -> list[Member]:
-        """Every arm, pass and rate, in the order of the configuration."""
+        """Every arm, pass and rate, in the order of the configuration; not every one is run (`_Study._is_due`)."""
         passes = (False, True) if self.config.scene.holdout else (False,)
         return [
             Member(arm, rate, second)
@@ -93,6 +95,7 @@ class _Study:
         self._config, self._scene, self._members = prepared.config, prepared.scene, prepared.members
         self._run, self._tracker = run, tracker
         self._checkpoints = run.directory / "checkpoints"
+        self._index = 0
         self._results: list[dict[str, Any]] = []
         self._examples: dict[str, dict[str, Any]] = {}
         self._step, self._levels = 0, dict[str, Any]()
@@ -105,19 +108,22 @@ class _Study:
         found = saved.load(self._checkpoints, self._run)
         if found is not None:
             self._results, self._examples = list(found.facts["results"]), dict(found.facts["examples"])
-            self._step, self._levels = found.facts["step"], dict(found.facts["levels"])
+            self._index, self._step = found.facts["member"], found.facts["step"]
+            self._levels = dict(found.facts["levels"])
         horizon = self._config.scene.steps
         with stop_signals() as stop, self._bar() as bar:
-            for index in range(len(self._results), len(self._members)):
-                for step in self._descend(index, None if found is None else found.tensors):
-                    bar.n = index * horizon + step
+            while self._index < len(self._members):
+                member = self._members[self._index]
+                for step in self._descend(member, None if found is None else found.tensors):
+                    bar.n = self._index * horizon + step
                     bar.update(0)
                     if stop.asked or time.monotonic() - self._written > saved.SAVE_EVERY_SECONDS:
-                        self._save(index)
+                        self._save()
                     if stop.asked:
-                        raise Interrupted(f"{stop.asked} at step {step} of {self._members[index]}; to be resumed")
-                    self._run.beat(index * horizon + step)
+                        raise Interrupted(f"{stop.asked} at step {step} of {member}; the same command goes on there")
+                    self._run.beat(self._index * horizon + step)
                 found = None
+                self._index += 1
         self._run.beat(horizon * len(self._members))
         return {"members": self._results, "scene": self._shown(), "examples": self._examples}
 
@@ -125,10 +131,17 @@ class _Study:
         total = self._config.scene.steps * len(self._members)
         return tqdm(total=total, disable=not self._config.progress or None, unit="step", leave=False)
 
+    def _is_due(self, member: Member) -> bool:
+        """The second pass is for rates that reach the last level: no other can be compared at equal training error."""
+        reached = {(r["arm"], r["rate"]) for r in self._results if not r["second_pass"] and r["outcome"] == REACHED}
+        return not member.second_pass or (member.arm, member.rate) in reached
+
     @torch.no_grad()
-    def _descend(self, index: int, resumed: dict[str, Tensor] | None) -> Iterator[int]:
-        """Run one member; yields the number of gradients so far, every hundred of them."""
-        member, scene = self._members[index], self._config.scene
+    def _descend(self, member: Member, resumed: dict[str, Tensor] | None) -> Iterator[int]:
+        """Run one member, if it is due; yields the number of gradients so far, every hundred of them."""
+        if not self._is_due(member):
+            return
+        scene = self._config.scene
         grid = self._config.rules[member.arm]
         shape = (self._scene.matrix.shape[0], self._scene.matrix.shape[1])
         problem = Problem(self._scene.matrix, draw_masks(shape, scene, self._config.seed, member.second_pass))
@@ -148,7 +161,7 @@ class _Study:
             while waiting and value <= waiting[0]:
                 row = {"step": self._step, "loss": value, **problem.assess(self._u, self._v)}
                 self._levels[f"{waiting.pop(0):g}"] = row
-                self._log(index, row)
+                self._log(member, row)
             if not waiting or not math.isfinite(value) or self._step > scene.steps:
                 outcome = REACHED if not waiting else HORIZON if math.isfinite(value) else DIVERGED
                 self._end(member, outcome, value, problem)
@@ -158,8 +171,8 @@ class _Study:
             if self._step % 100 == 0:
                 yield self._step
 
-    def _log(self, index: int, row: dict[str, Any]) -> None:
-        described = {"member": index, **dataclasses.asdict(self._members[index]), **row}
+    def _log(self, member: Member, row: dict[str, Any]) -> None:
+        described = {**dataclasses.asdict(member), **row}
         self._run.log(described)
         self._tracker.log(described)
 
@@ -178,17 +191,16 @@ class _Study:
         self._remember(member, result)
 
     def _remember(self, member: Member, result: dict[str, Any]) -> None:
-        """Keep what the arm makes of one pixel and one band, at the rate of the least held-out or training error."""
-        by_validation = bool(self._config.scene.holdout)
-        if member.second_pass != by_validation or result["loss"] is None:
-            return
-        measure = result["held_out_rmse"] if by_validation else result["loss"]
+        """Keep what the arm makes of one pixel and one band, at the rate of the least held-out, else training error."""
+        measure = result["held_out_rmse"] if member.second_pass else result["loss"]
         before = self._examples.get(member.arm)
-        if measure is None or (before is not None and before["measure"] <= measure):
+        nearer = before is None or (before["held_out"], -before["measure"]) < (member.second_pass, -(measure or 0.0))
+        if measure is None or not nearer:
             return
         pixel, band = _PIXEL, self._scene.matrix.shape[1] // 2
         self._examples[member.arm] = {
             "rate": member.rate,
+            "held_out": member.second_pass,
             "measure": measure,
             "pixel": _rounded(self._u[pixel] @ self._v.T),
             "band": _rounded(self._u @ self._v[band]),
@@ -209,11 +221,12 @@ class _Study:
             "band_observed": masks.train[:, band].int().tolist(),
         }
 
-    def _save(self, index: int) -> None:
+    def _save(self) -> None:
         assert self._stepper is not None
         tensors = {"u": self._u, "v": self._v} | {f"state//{k}": t for k, t in self._stepper.state().items()}
-        facts = {"results": self._results, "examples": self._examples, "step": self._step, "levels": self._levels}
-        step = index * self._config.scene.steps + self._step
+        facts = {"member": self._index, "step": self._step, "levels": self._levels}
+        facts |= {"results": self._results, "examples": self._examples}
+        step = self._index * self._config.scene.steps + self._step
         saved.save(self._checkpoints, step, tensors, facts, self._run.metrics_mark())
         self._written = time.monotonic()
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from experiments import config as schema
 from experiments.checks import validated
 from experiments.config import Config
-from experiments.identity import Identity
+from experiments.identity import DECIDED_BY, Identity
 from experiments.run import State, peek, runs_root
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,11 @@ class SweepRun:
 
     @property
     def cell(self) -> tuple[str, str]:
-        """(model, arm): the cell of the table this run belongs to."""
-        return (self.config.model.name, self.config.arm)
+        """(model, arm): the cell of the table this run belongs to; of a study, its problem and its name."""
+        if self.config.task not in DECIDED_BY:
+            return (self.config.model.name, self.config.arm)
+        chosen = [o.partition("=")[2] for o in self.overrides if o.startswith("study=")]
+        return (self.config.task, chosen[-1] if chosen else "")
 
 
 def expand(overrides: Sequence[str]) -> list[SweepRun]:

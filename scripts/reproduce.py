@@ -59,11 +59,14 @@ def main() -> int:
     if todo:
         require_device(todo)
         prepare_data(todo, console)
-        command = [*artifact.command(chosen.scale, overrides), f"hydra/launcher={chosen.launcher}"]
-        command += [f"hydra.launcher.n_jobs={jobs}"] if chosen.launcher == "joblib" else []
+        launcher = [f"hydra/launcher={chosen.launcher}"]
+        launcher += [f"hydra.launcher.n_jobs={jobs}"] if chosen.launcher == "joblib" else []
         log = outputs / "logs" / f"{artifact.stem(chosen.scale)}.log"
-        if launch.launch(command, todo, log, console) == REFUSED:
-            raise ValueError(f"the sweep was refused; the last line of {log}: {log.read_text().splitlines()[-1]}")
+        for command in artifact.commands(chosen.scale, overrides):
+            own = {run.run_id for run in sweep.expand(command)}
+            waiting = [run for run in todo if run.run_id in own]
+            if waiting and launch.launch([*command, *launcher], waiting, log, console) == REFUSED:
+                raise ValueError(f"the sweep was refused; the last line of {log}: {log.read_text().splitlines()[-1]}")
     committed = ROOT / "results" / "runs"
     rows = read_rows(runs, chosen.scale, outputs / "runs", committed if chosen.reuse == "committed" else None)
     printed, _ = artifact.build_table(rows)

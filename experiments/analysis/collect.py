@@ -50,6 +50,9 @@ COLUMNS = (
     *OBJECTS,
     *("source", "path"),
 )
+# What a result may hold beside the figures of a language model: of a run that continued one state in several ways, of
+# the atlas, of the studies.
+PARTS = ("arms", "optimizers", "members", "reference", "truth", "scene", "examples", "ratios")
 STATUSES = ("running", "done", "failed", "diverged", "interrupted", "unreadable")
 CELL = ("model", "arm")
 
@@ -92,12 +95,15 @@ def collect(live: Path | None = None, committed: Path | None = None) -> pd.DataF
     return _frame(rows)
 
 
-def one_value_per_seed(frame: pd.DataFrame, cell: Sequence[str] = CELL) -> tuple[pd.DataFrame, list[str]]:
+def one_value_per_seed(
+    frame: pd.DataFrame, cell: Sequence[str] = CELL, value: str | None = "test_perplexity"
+) -> tuple[pd.DataFrame, list[str]]:
     """The frame with one row for each (cell, group, seed), and notes for people on everything that was not plain.
 
     A repeated run (same group and seed) keeps the latest complete one, else the latest. Runs that are not done stay as
     rows without values, so that n = 4/5 can be printed and nothing of them averaged. Code commits that differ within a
     cell are noted. ``cell`` names the columns within which only the seed may differ: add "learning_rate" for a sweep.
+    ``value`` is what every run that is done should have; None where that is not one number.
 
     Raises ValueError if the runs of a cell differ in anything but the seed, naming the keys and both values.
     """
@@ -121,7 +127,7 @@ def one_value_per_seed(frame: pd.DataFrame, cell: Sequence[str] = CELL) -> tuple
         notes += (
             _environment_notes(members.loc[chosen], label)
             + _code_notes(members.loc[chosen], label)
-            + _status_notes(members.loc[chosen], label)
+            + _status_notes(members.loc[chosen], label, value)
         )
         kept += chosen
     for labels in cells_of_group.values():
@@ -250,10 +256,9 @@ def _fill_result(row: Json, summary: Json, name: str) -> None:
     result = summary.get("result")
     if result is not None and not isinstance(result, dict):
         raise _UnreadableError(f"{name}: result is {result!r}, not an object or null")
-    if isinstance(arms := (result or {}).get("arms"), dict):  # a run that continued one state in several ways
-        row["arms"] = arms
-    if isinstance(optimizers := (result or {}).get("optimizers"), list):  # the atlas
-        row["optimizers"] = optimizers
+    for key in PARTS:
+        if isinstance(part := (result or {}).get(key), dict | list):
+            row[key] = part
     for split in ("validation", "test"):
         numbers = (result or {}).get(split)
         for key, value in (numbers if isinstance(numbers, dict) else {}).items():
@@ -386,13 +391,13 @@ def _code_notes(members: pd.DataFrame, label: str) -> list[str]:
     return notes
 
 
-def _status_notes(members: pd.DataFrame, label: str) -> list[str]:
+def _status_notes(members: pd.DataFrame, label: str, value: str | None) -> list[str]:
     notes = []
     for _, row in members.iterrows():
         if row["status"] != "done":
             notes.append(f"{label} seed {row['seed']}: {row['status']}, no value ({_text(row['message'])})")
-        elif not math.isfinite(row["test_perplexity"]):
-            notes.append(f"{label} seed {row['seed']}: done but without a finite test perplexity")
+        elif value is not None and not math.isfinite(row[value]):
+            notes.append(f"{label} seed {row['seed']}: done but without a finite {value.replace('_', ' ')}")
     return notes
 
 

@@ -34,7 +34,7 @@ class Rows:
     @property
     def models(self) -> list[str]:
         """Models in the order of the sweep."""
-        return list(dict.fromkeys(run.config.model.name for run in self.sweep))
+        return list(dict.fromkeys(run.cell[0] for run in self.sweep))
 
     @property
     def seeds(self) -> list[int]:
@@ -44,7 +44,11 @@ class Rows:
     @property
     def arms(self) -> list[str]:
         """Arms in the order of the sweep."""
-        return list(dict.fromkeys(run.config.arm for run in self.sweep))
+        return list(dict.fromkeys(run.cell[1] for run in self.sweep))
+
+    def relabelled(self, other: pd.DataFrame) -> Rows:
+        """The rows of this sweep among other runs, under the sweep's own labels."""
+        return Rows(_labelled(other, self.sweep), self.sweep, self.scale)
 
     @property
     def missing(self) -> list[SweepRun]:
@@ -65,7 +69,7 @@ class Artifact:
     Attributes:
         name: after `make reproduce-`.
         claim: what the paper says and what is shown here, in a sentence or two.
-        experiments: the experiment file that feeds it at each scale.
+        experiments: the experiment files that feed it at each scale.
         build_table: rows -> (table as printed, table as CSV).
         build_figures: rows -> figures by name.
         verdicts: (rows, committed runs) -> does each cell agree with the committed one?
@@ -73,20 +77,22 @@ class Artifact:
 
     name: str
     claim: str
-    experiments: Mapping[str, str]
+    experiments: Mapping[str, str | Sequence[str]]
     build_table: Callable[[Rows], tuple[Table, Table]]
     build_figures: Callable[[Rows], dict[str, Figure]]
     verdicts: Callable[[Rows, pd.DataFrame], list[Verdict]] = by_perplexity
 
     def sweep(self, scale: str, overrides: Sequence[str] = ()) -> list[SweepRun]:
         """Every run the artifact needs at a scale, with further overrides (`seed=0,1`) on top."""
-        return expand(self.command(scale, overrides))
+        runs = [run for command in self.commands(scale, overrides) for run in expand(command)]
+        return list({run.run_id: run for run in runs}.values())
 
-    def command(self, scale: str, overrides: Sequence[str] = ()) -> list[str]:
-        """What follows `python train.py -m` for this artifact."""
+    def commands(self, scale: str, overrides: Sequence[str] = ()) -> list[list[str]]:
+        """What follows `python train.py -m` for this artifact, one command an experiment file."""
         if scale not in self.experiments:
             raise ConfigError(f"scale={scale}: {self.name} is made at {', '.join(self.experiments)}")
-        return [f"experiment={self.experiments[scale]}", *overrides]
+        files = self.experiments[scale]
+        return [[f"experiment={file}", *overrides] for file in ([files] if isinstance(files, str) else files)]
 
     def stem(self, scale: str) -> str:
         """The name of its files: mini scale, which is committed, has the plain one."""
@@ -103,15 +109,20 @@ class Artifact:
 
 def read_rows(sweep: Sequence[SweepRun], scale: str, live: Path | None = None, committed: Path | None = None) -> Rows:
     """The runs of a sweep from the live store, and from the committed one where the live store has none of them."""
-    by_id = {run.run_id: run for run in sweep}
     parts = []
     for source in ({"live": live}, {"committed": committed}):
         directory = next(iter(source.values()))
         if directory is not None and directory.is_dir():
-            found = collect(**source)
-            parts.append(found[found["run_id"].isin(by_id)])
-    frame = pd.concat(parts, ignore_index=True) if parts else collect()
+            parts.append(_labelled(collect(**source), sweep))
+    frame = pd.concat(parts, ignore_index=True) if parts else _labelled(collect(), sweep)
     frame = frame.drop_duplicates("run_id", keep="first").reset_index(drop=True)
-    frame["model"] = [by_id[i].config.model.name for i in frame["run_id"]]
-    frame["arm"] = [by_id[i].config.arm for i in frame["run_id"]]
     return Rows(frame, sweep, scale)
+
+
+def _labelled(frame: pd.DataFrame, sweep: Sequence[SweepRun]) -> pd.DataFrame:
+    """The rows of a sweep's runs, with the sweep's names of their cells."""
+    cells = {run.run_id: run.cell for run in sweep}
+    own = frame[frame["run_id"].isin(cells)].copy()
+    for place, name in enumerate(("model", "arm")):
+        own[name] = [cells[run_id][place] for run_id in own["run_id"]]
+    return own

@@ -74,6 +74,12 @@ class Stacked:
     def __init__(
         self, rule: type[Rule], options: Mapping[str, Any], rates: Sequence[float], weights: Sequence[Tensor]
     ) -> None:
+        for name in options:
+            if name not in rule.DEFAULTS:
+                known = ", ".join(rule.DEFAULTS) or "none"
+                raise ConfigError(
+                    f"{rule.__name__} has no option {name!r}{nearest(name, rule.DEFAULTS)}; it has {known}"
+                )
         # Built once as an optimizer: that checks options and shapes, and gives the group's settings.
         group = rule([nn.Parameter(w[0].clone()) for w in weights], lr=1.0, **dict(options)).param_groups[0]
         self._settings = {name: group[name] for name in rule.DEFAULTS}

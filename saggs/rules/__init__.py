@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from saggs.rules.dial import Adam, Dial, ScalarAdam
 from saggs.rules.elementwise import GradientDescent, Lion, Momentum, RMSProp, Signum
+from saggs.rules.flow_adam import FlowAdam
 from saggs.rules.matrices import Adafactor, Muon, ScaledGD, Shampoo
 from saggs.rules.rule import Rule
 
@@ -25,6 +26,7 @@ RULES: Mapping[str, type[Rule]] = {
     "muon": Muon,
     "shampoo": Shampoo,
     "scaled_gd": ScaledGD,
+    "flow_adam": FlowAdam,
 }
 """Every rule by its short name."""
 
@@ -33,6 +35,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "Dial",
+    "FlowAdam",
     "GradientDescent",
     "Lion",
     "Momentum",

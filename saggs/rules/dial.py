@@ -20,7 +20,7 @@ Source: Singh (2026).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from saggs.rules.rule import FRACTION, OneOf, Pair, Range, Rule, Settings, State, Within
+from saggs.rules.rule import FRACTION, OneOf, Pair, Range, Rule, Settings, State, Within, entry_sum
 
 Betas = tuple[float, float]
 MOMENT_RANGES: Mapping[str, Range] = {"betas": Pair(FRACTION), "eps": Within()}
@@ -70,7 +70,7 @@ def begin_moments(weight: Tensor) -> State:
     return {"step": step, "first": torch.zeros_like(weight), "second": torch.zeros_like(weight)}
 
 
-def bunched(names: Sequence[str], states: Sequence[State], settings: Sequence[Settings]) -> list[list[int]]:
+def bunched(names: Iterable[str], states: Sequence[State], settings: Sequence[Settings]) -> list[list[int]]:
     """The indices of weights whose settings of these names, dtype and device are equal."""
     found: dict[Any, list[int]] = {}
     for index, (state, group) in enumerate(zip(states, settings, strict=True)):
@@ -79,15 +79,14 @@ def bunched(names: Sequence[str], states: Sequence[State], settings: Sequence[Se
     return list(found.values())
 
 
-def corrected(indices: list[int], states: Sequence[State], settings: Settings) -> Bunch:
-    """A bunch with the corrections for the zero start of its averages.
+def corrected(indices: list[int], states: list[State], settings: Settings) -> Bunch:
+    """A bunch of these states, with the corrections for the zero start of their averages.
 
-    In float64: in float32, 1 - b2^t has four digits at t = 1.
+    In float64: in float32 the first 1 - b2^t is off by 1e-5.
     """
-    own = [states[index] for index in indices]
-    steps = torch.stack([state["step"] for state in own])
+    steps = torch.stack([state["step"] for state in states])
     first, second = (_log_betas(*settings["betas"], steps.device) * steps).expm1_().neg_().unbind()
-    return Bunch(indices, settings, own, first, second)
+    return Bunch(indices, settings, states, first, second)
 
 
 @lru_cache(maxsize=64)
@@ -97,8 +96,21 @@ def _log_betas(first: float, second: float, device: torch.device) -> Tensor:
     return torch.tensor(logs, dtype=torch.float64, device=device).view(2, 1, 1)
 
 
+class Denominators(NamedTuple):
+    """Of a bunch: the directions are m / (entries gain + offset), or m / offset where no entry has its own.
+
+    Attributes:
+        entries: in the weights' shapes, to be written over; None at p = 0.
+        gain, offset: shape (weights, members), in float64; the correction of m is in both.
+    """
+
+    entries: list[Tensor] | None
+    gain: Tensor
+    offset: Tensor
+
+
 class _Moments(Rule):
-    """A rule that keeps Adam's state."""
+    """A rule that keeps Adam's state and moves along m over something."""
 
     RANGES: ClassVar[Mapping[str, Range]] = MOMENT_RANGES
 
@@ -115,23 +127,23 @@ class _Moments(Rule):
         settings: Sequence[Settings],
     ) -> list[Tensor]:
         bunches = []
-        for indices in bunched(tuple(cls.DEFAULTS), states, settings):
+        for indices in bunched(cls.DEFAULTS, states, settings):
             c, own, found = settings[indices[0]], [states[i] for i in indices], [gradients[i] for i in indices]
             torch._foreach_add_([state["step"] for state in own], 1)
             torch._foreach_lerp_([state["first"] for state in own], found, 1 - c["betas"][0])
             seconds = [state["second"] for state in own]
             torch._foreach_mul_(seconds, c["betas"][1])
             torch._foreach_addcmul_(seconds, found, found, 1 - c["betas"][1])
-            bunches.append(corrected(indices, states, c))
+            bunches.append(corrected(indices, own, c))
         directions = list(gradients)
-        for bunch, own_directions in zip(bunches, cls.directions(bunches), strict=True):
-            for index, direction in zip(bunch.indices, own_directions, strict=True):
+        for bunch, denominators in zip(bunches, cls.denominators(bunches), strict=True):
+            for index, direction in zip(bunch.indices, quotients(bunch.firsts, denominators), strict=True):
                 directions[index] = direction
         return directions
 
     @classmethod
-    def directions(cls, bunches: Sequence[Bunch]) -> list[list[Tensor]]:
-        """The directions that the moments, once advanced, give."""
+    def denominators(cls, bunches: Sequence[Bunch]) -> list[Denominators]:
+        """What the first moments, once advanced, are divided by."""
         raise NotImplementedError
 
 
@@ -155,8 +167,8 @@ class Adam(_Moments):
         super().__init__(params, lr, weight_decay, betas=betas, eps=eps)
 
     @classmethod
-    def directions(cls, bunches: Sequence[Bunch]) -> list[list[Tensor]]:
-        return [_adam_directions(bunch) for bunch in bunches]
+    def denominators(cls, bunches: Sequence[Bunch]) -> list[Denominators]:
+        return [_of_adam(bunch) for bunch in bunches]
 
 
 class ScalarAdam(_Moments):
@@ -179,9 +191,9 @@ class ScalarAdam(_Moments):
         super().__init__(params, lr, weight_decay, betas=betas, eps=eps)
 
     @classmethod
-    def directions(cls, bunches: Sequence[Bunch]) -> list[list[Tensor]]:
+    def denominators(cls, bunches: Sequence[Bunch]) -> list[Denominators]:
         scale = _root_mean_square(bunches)
-        return [_scalar_directions(bunch, scale, bunch.settings["eps"]) for bunch in bunches]
+        return [_shared(bunch, scale, bunch.settings["eps"]) for bunch in bunches]
 
 
 class Dial(_Moments):
@@ -218,63 +230,62 @@ class Dial(_Moments):
         super().__init__(params, lr, weight_decay, precond_power=precond_power, scalar=scalar, betas=betas, eps=eps)
 
     @classmethod
-    def directions(cls, bunches: Sequence[Bunch]) -> list[list[Tensor]]:
-        return dial_directions(bunches)
+    def denominators(cls, bunches: Sequence[Bunch]) -> list[Denominators]:
+        return dial_denominators(bunches)
 
 
-def dial_directions(bunches: Sequence[Bunch]) -> list[list[Tensor]]:
-    """The dial's directions, a list a bunch, from moments that have been advanced."""
+def dial_denominators(bunches: Sequence[Bunch]) -> list[Denominators]:
+    """(s_i + eps)^p (s + eps)^(1 - p) + eps for every bunch, from moments that have been advanced."""
     shared = {bunch.settings["scalar"] for bunch in bunches if bunch.settings["precond_power"] < 1}
-    scales, roots = (
-        {},
-        [_roots(bunch) if "geomean" in shared or 0 < bunch.settings["precond_power"] < 1 else [] for bunch in bunches],
-    )
+    roots = [
+        _roots(bunch) if "geomean" in shared or 0 < bunch.settings["precond_power"] < 1 else [] for bunch in bunches
+    ]
+    scales = {}
     if "rms" in shared:
         scales["rms"] = _root_mean_square(bunches)
     if "geomean" in shared:
         scales["geomean"] = _geometric_mean(bunches, roots)
-    directions = []
-    for bunch, own in zip(bunches, roots, strict=True):
-        power, eps = bunch.settings["precond_power"], bunch.settings["eps"]
-        if power == 1:
-            directions.append(_adam_directions(bunch))
-            continue
-        scale = scales[bunch.settings["scalar"]]
-        if power == 0:
-            directions.append(_scalar_directions(bunch, scale, 2 * eps))
-            continue
-        gain = bunch.first * (scale.to(bunch.first.device) + eps).pow(1 - power) * bunch.second.pow(-power / 2)
-        denominators = [_to_power(root, power) for root in own]
-        directions.append(_quotients(bunch, denominators, gain))
-    return directions
+    return [
+        _of_adam(bunch) if bunch.settings["precond_power"] == 1
+        else _between(bunch, own, scales[bunch.settings["scalar"]])
+        for bunch, own in zip(bunches, roots, strict=True)
+    ]  # fmt: skip
 
 
-def _adam_directions(bunch: Bunch) -> list[Tensor]:
-    """(m / c1) / (sqrt(v / c2) + eps)."""
-    return _quotients(bunch, [second.sqrt() for second in bunch.seconds], bunch.first / bunch.second.sqrt())
-
-
-def _quotients(bunch: Bunch, denominators: Sequence[Tensor], gain: Tensor) -> list[Tensor]:
-    """m / (d gain + eps c1), written over d: the correction c1 of m costs no pass over the entries."""
-    like, eps = denominators, bunch.settings["eps"]
-    for m, d, k, e in zip(
-        bunch.firsts, denominators, _spread(gain, like), _spread(bunch.first * eps, like), strict=True
-    ):
+def quotients(numerators: Sequence[Tensor], denominators: Denominators) -> list[Tensor]:
+    """Numerators over denominators, written over the latter's entries where there are some."""
+    entries, gain, offset = denominators
+    if entries is None:
+        return [m * over for m, over in zip(numerators, spread(1 / offset, numerators), strict=True)]
+    for m, d, k, e in zip(numerators, entries, spread(gain, entries), spread(offset, entries), strict=True):
         torch.div(m, d.mul_(k).add_(e), out=d)
-    return list(denominators)
+    return entries
 
 
-def _scalar_directions(bunch: Bunch, scale: Tensor, eps: float) -> list[Tensor]:
-    """(m / c1) / (s + eps)."""
-    firsts = bunch.firsts
-    gains = _spread(1 / (bunch.first * (scale.to(bunch.first.device) + eps)), firsts)
-    return [first * gain for first, gain in zip(firsts, gains, strict=True)]
+def _of_adam(bunch: Bunch) -> Denominators:
+    """c1 (sqrt(v / c2) + eps)."""
+    entries = [second.sqrt() for second in bunch.seconds]
+    return Denominators(entries, bunch.first / bunch.second.sqrt(), bunch.first * bunch.settings["eps"])
+
+
+def _shared(bunch: Bunch, scale: Tensor, eps: float) -> Denominators:
+    """c1 (s + eps)."""
+    return Denominators(None, bunch.first, bunch.first * (scale.to(bunch.first.device) + eps))
+
+
+def _between(bunch: Bunch, roots: Sequence[Tensor], scale: Tensor) -> Denominators:
+    """c1 ((s_i + eps)^p (s + eps)^(1 - p) + eps), given (s_i + eps) sqrt(c2), which is written over."""
+    power, eps = bunch.settings["precond_power"], bunch.settings["eps"]
+    if power == 0:
+        return _shared(bunch, scale, 2 * eps)
+    gain = bunch.first * (scale.to(bunch.first.device) + eps).pow(1 - power) * bunch.second.pow(-power / 2)
+    return Denominators([_to_power(root, power) for root in roots], gain, bunch.first * eps)
 
 
 def _roots(bunch: Bunch) -> list[Tensor]:
     """sqrt(v) + eps sqrt(c2): s_i + eps, but for the correction sqrt(c2), which is one number a member."""
     roots = [second.sqrt() for second in bunch.seconds]
-    for root, eps in zip(roots, _spread(bunch.second.sqrt() * bunch.settings["eps"], roots), strict=True):
+    for root, eps in zip(roots, spread(bunch.second.sqrt() * bunch.settings["eps"], roots), strict=True):
         root.add_(eps)
     return roots
 
@@ -295,8 +306,7 @@ def _geometric_mean(bunches: Sequence[Bunch], roots: Sequence[Sequence[Tensor]])
 
 def _entry_sums(tensors: Sequence[Tensor]) -> Tensor:
     """The sums of each member's entries, (weights, members), in float64."""
-    sums = [each.sum(tuple(range(1, each.dim()))) if each.dim() > 1 else each for each in tensors]
-    return torch.stack(sums).double()
+    return torch.stack([entry_sum(tensor) for tensor in tensors]).double()
 
 
 def _mean(sums: Sequence[Tensor], bunches: Sequence[Bunch]) -> Tensor:
@@ -307,7 +317,7 @@ def _mean(sums: Sequence[Tensor], bunches: Sequence[Bunch]) -> Tensor:
     return total / sum(second[0].numel() for bunch in bunches for second in bunch.seconds)
 
 
-def _spread(values: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def spread(values: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """(weights, members) in the dtype and with the dimensions of each weight: (members, 1, ..., 1) each."""
     rows = values.to(like[0].dtype).unbind()
     return [row.view(-1, *(1,) * (each.dim() - 1)) for row, each in zip(rows, like, strict=True)]

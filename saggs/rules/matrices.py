@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from saggs.rules.rule import FRACTION, MatrixRule, Range, Settings, State, Within
+from saggs.rules.rule import FRACTION, MatrixRule, Range, Settings, State, Within, entry_norm
 
 _NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
@@ -105,7 +105,7 @@ class Muon(MatrixRule):
 def _newton_schulz(matrices: Tensor, steps: int, eps: float) -> Tensor:
     """Newton-Schulz on every member: (members, rows, columns)."""
     a, b, c = _NEWTON_SCHULZ
-    x = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).add_(eps)
+    x = matrices / entry_norm(matrices).add_(eps)[:, None, None]
     tall = x.shape[1] > x.shape[2]
     if tall:  # the same polynomial from the other side, with the smaller Gram matrix
         x = x.mT
@@ -257,9 +257,9 @@ class ScaledGD(MatrixRule):
         shapes = [tuple(parameter.shape) for parameter in parameters]
         if len(shapes) != 2 or shapes[0][1] != shapes[1][1]:
             raise ValueError(
-                "a group of ScaledGD is a pair of matrices with equal numbers of columns, A and B of A B^T, both with a "
-                f"gradient; this one has {', '.join(map(str, shapes)) or 'nothing'}. Give each pair a group of its own: "
-                "[{'params': [A, B]}, ...]"
+                "a group of ScaledGD is a pair of matrices with equal numbers of columns, A and B of A B^T, both with "
+                f"a gradient; this one has {', '.join(map(str, shapes)) or 'nothing'}. Give each pair a group of its "
+                "own: [{'params': [A, B]}, ...]"
             )
 
 

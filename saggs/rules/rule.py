@@ -20,7 +20,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,26 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Within:
-    """Numbers from `low` to `high`, which does not belong where `below`; whole ones only where `whole`."""
+    """Numbers from `low` to `high`, which does not belong where `below`; infinity only where `infinite`."""
 
     low: float = 0.0
     high: float = math.inf
     below: bool = False
     whole: bool = False
+    infinite: bool = False
 
     def admits(self, value: object) -> bool:
         kinds = int if self.whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             return False
-        return self.low <= value < self.high or (value == self.high and not self.below and math.isfinite(value))
+        if math.isinf(value) and not self.infinite:
+            return False
+        return self.low <= value < self.high or (value == self.high and not self.below)
 
     def __str__(self) -> str:
         noun = "a whole number" if self.whole else "a number"
         if math.isinf(self.high):
-            return f"{noun}, {self.low:g} or more" if math.isfinite(self.low) else noun
+            return f"{noun}, {self.low:g} or more{'' if self.infinite else ', and finite'}"
         return f"{noun} in [{self.low:g}, {self.high:g}{')' if self.below else ']'}"
 
 
@@ -95,6 +98,7 @@ Range = Within | Pair | OneOf | OrNone
 FRACTION = Within(0.0, 1.0, below=True)
 """A decay of an average: 0 forgets at once, 1 would never learn."""
 _OF_EVERY_RULE: Mapping[str, Range] = {"lr": Within(), "weight_decay": Within()}
+_HOST = torch.device("cpu")
 _OF_EVERY_GROUP = ("params", "param_names", "name", "initial_lr")
 
 
@@ -121,9 +125,13 @@ class Rule(torch.optim.Optimizer):
     RANGES: ClassVar[Mapping[str, Range]] = {}
     ON_HOST: ClassVar[frozenset[str]] = frozenset()
 
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """Refuse an unknown setting here: the signature of a class would do so without naming the nearest one."""
+        for name in settings.keys() - {"params"}:
+            cls._require_known(name)
+        return super().__new__(cls)
+
     def __init__(self, params: ParamsT, lr: float | Tensor, weight_decay: float = 0.0, **settings: Any) -> None:
-        for name in settings:
-            self._require_known(name)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **self.DEFAULTS, **settings})
 
     @classmethod
@@ -147,7 +155,7 @@ class Rule(torch.optim.Optimizer):
         """Advance the states, in place or by new entries, and return the directions u: the step is w <- w - lr u.
 
         Args:
-            weights: each of shape (members, ...); of all groups, for some rules look at all of them at once.
+            weights: each of shape (members, ...); of all groups at once, for some rules share a number among all.
             gradients: in the weights' shapes.
             states: what is kept of each.
             settings: for each weight its group; weights of one group have the very same object.
@@ -186,10 +194,9 @@ class Rule(torch.optim.Optimizer):
                 parameter.sub_(direction.squeeze(0) * rate)
             else:
                 parameter.add_(direction.squeeze(0), alpha=-rate)
-            kept = self.state[parameter]
             for name, value in after.items():
                 if value is not before.get(name):  # a new entry; the others were advanced in place, through views
-                    kept[name] = value.squeeze(0)
+                    self.state[parameter][name] = value.squeeze(0)
         return loss
 
     def _load(self, parameter: nn.Parameter, group: Settings) -> State:
@@ -202,8 +209,9 @@ class Rule(torch.optim.Optimizer):
             return begun
         for name, value in kept.items():
             # A state dictionary loaded from elsewhere: PyTorch leaves `step` on the device it was saved from.
-            if value.device != parameter.device and name not in self.ON_HOST:
-                kept[name] = value.to(parameter.device)
+            device = _HOST if name in self.ON_HOST else parameter.device
+            if value.device != device:
+                kept[name] = value.to(device)
         return {name: value.unsqueeze(0) for name, value in kept.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -265,9 +273,17 @@ class MatrixRule(Rule):
                 )
 
 
-def per_member(values: Tensor, like: Tensor) -> Tensor:
-    """One number a member, (members,), in the dtype and with the dimensions of a weight: (members, 1, ..., 1)."""
-    return values.to(like.dtype).view(-1, *(1,) * (like.dim() - 1))
+def entry_sum(tensor: Tensor) -> Tensor:
+    """The sum of each member's entries: (members, ...) -> (members,)."""
+    # A sum over no dimension at all would be one over all of them.
+    return tensor.sum(tuple(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor
+
+
+def entry_norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm of each member's entries: (members, ...) -> (members,)."""
+    dims = tuple(range(1, tensor.dim()))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dims) if dims else tensor.abs()
+    return norm
 
 
 def _require_dense(name: str, parameter: nn.Parameter) -> None:
@@ -295,5 +311,6 @@ __all__ = [
     "Settings",
     "State",
     "Within",
-    "per_member",
+    "entry_norm",
+    "entry_sum",
 ]
