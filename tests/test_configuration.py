@@ -46,7 +46,6 @@ NEEDED = {
     "rebalance/custom": ["rebalance.name=mine"],
     "rules/one": ["rules.one.rule=gd", "rules.one.rates=[0.1]"],
     "scene/mat": ["scene.name=mine", "scene.path=a.mat", "scene.variable=a"],
-    "scene/pavia_university": ["scene.path=PaviaU.mat"],
 }
 GROUPS = sorted(
     path.name for path in schema.CONFIGS.iterdir() if path.is_dir() and path.name not in ("experiment", "hydra")
