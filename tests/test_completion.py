@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forked import composed
+from forked import composed, stopped_at
 from scipy.io import savemat
 
 from experiments import hyperspectral, saved
@@ -223,28 +222,6 @@ def executed(config: Config) -> tuple[dict[str, Any], bytes]:
         result = prepared.execute(run)
         run.succeed(result)
     return json.loads(json.dumps(result)), (run.directory / "metrics.jsonl").read_bytes()
-
-
-class _StopAfter:
-    """Asks to stop at the n-th look."""
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    @property
-    def asked(self) -> str | None:
-        self.looks -= 1
-        return "SIGTERM" if self.looks < 0 else None
-
-    def __enter__(self) -> _StopAfter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def stopped_at(looks: int) -> Callable[[], _StopAfter]:
-    return lambda: _StopAfter(looks)
 
 
 def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

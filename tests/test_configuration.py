@@ -52,14 +52,15 @@ GROUPS = sorted(
 )
 OPTIONS = [f"{group}/{path.stem}" for group in GROUPS for path in sorted((schema.CONFIGS / group).glob("*.yaml"))]
 EXPERIMENTS = {"table1": 1, "table2": 50, "table2_debug": 20, "table2_paper": 50, "table5": 5, "table5_debug": 2}
-EXPERIMENTS |= {"tune_table2": 40}
+EXPERIMENTS |= {"tune_table2": 40, "table6": 36, "table6_debug": 2, "table7": 2, "table7_chosen": 2, "table7_debug": 2}
+EXPERIMENTS |= {"table7_paper": 16, "table8": 8, "table8_debug": 4}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_is_valid(option: str) -> None:
     group, name = option.split("/")
     found = validated(composed([f"{group}={name}", *NEEDED.get(option, [])]))
-    chosen = getattr(found, group)
+    chosen = getattr(found, group) if group != "study" else {"task": found.task}
     assert dataclasses.is_dataclass(chosen) or isinstance(chosen, dict) or chosen == name
     if option in NEEDED:
         with pytest.raises(ConfigError, match="no value for"):
@@ -155,6 +156,11 @@ WRONG = {
     "negative seed": (["seed=-1"], ["seed=-1", "0 or more"]),
     "unknown task": (["task=language_modle"], ["task=language_modle", "language_model"]),
     "no file": (["data=text"], ["data.path"]),
+    "setting of a study": (["sensing.steps=3"], ["sensing.steps=3", "task=language_model", "ignore"]),
+    "model of a study": (["study=nine", "model=mini_llama"], ["model=mini_llama", "task=matrix_sensing", "ignore"]),
+    "all observed": (["study=completion", "scene.density=1"], ["scene.density=1.0", "between 0 and 1"]),
+    "arm that is not there": (["rules.gd.rates=[1]"], ["rules.gd", "rules=one"]),
+    "factors too wide": (["study=nine", "sensing.width=50"], ["sensing.width=50", "sensing.size=40"]),
 }
 
 
@@ -218,6 +224,7 @@ def refusal(arguments: list[str], outputs: Path) -> str:
         ([*ADADELTA, "rebalance=virtual"], ["Adadelta", "'acc_delta'", "rebalance=none"]),
         ([*ADADELTA, "imbalance=reciprocal"], ["Adadelta", "imbalance.transport=false"]),
         (["optimizer=custom", "optimizer.name=mine", "optimizer.learning_rate=1"], ["'mine'", "plugins="]),
+        (["optimizer=muon"], ["optimizer=muon", "task=attention_rotation"]),
         (["plugins=[no_such_module]"], ["no_such_module", "PYTHONPATH"]),
         (["data=wikitext103", "data.vocabulary=50257"], ["wikitext103", "HF_HUB_OFFLINE", "data.path=FOLDER"]),
         (["data.limit_documents=1"], ["split", "limit_documents"]),
@@ -245,6 +252,8 @@ def test_missing_data_in_a_real_process_exits_2_quickly_with_a_remedy(tmp_path: 
         [*ADADELTA, "arm=control"],
         [*ADADELTA, "arm=saggs", "rebalance.transport=false", "imbalance.transport=false"],
         ["optimizer=rmsprop", "arm=saggs"],
+        ["optimizer=adam"],
+        ["optimizer=scalar_adam"],
         ["model=debug_llama", "arm=saggs", "rebalance.kinds=[up_down]"],
         ["model=debug_llama", "+model.hf.rms_norm_eps=1e-5"],
     ],
@@ -267,7 +276,7 @@ LLAMA = LlamaModel("debug_llama", layers=2, width=32, heads=4, context=32, kv_he
 
 
 def made(model: Any, optimizer: Optimizer, imbalance: Any, rebalance: Any) -> Config:
-    return Config("language_model", "debug", "arm", 1, model, DATA, optimizer, imbalance, rebalance, TRAINING)
+    return Config("language_model", "debug", "arm", 1, model, DATA, optimizer, imbalance, rebalance, training=TRAINING)
 
 
 CONFIGS = {

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import composed
+from forked import composed, stopped_at
 from torch import Tensor
 
-from experiments import registry
+from experiments import matrix_sensing, registry
 from experiments.checks import ConfigError, validated
 from experiments.factorization import literal, steppers
 from experiments.factorization.descent import Descent
 from experiments.factorization.nuclear import least_nuclear_norm
 from experiments.factorization.sensing import Problem, assess, draw, effective_rank, with_tail
+from experiments.run import Interrupted, Run
 from experiments.study_config import RuleGrid, Sensing
 
 SMALL = Sensing(size=10, rank=1, measurements=60, width=10, steps=400, check_every=50, precision="float64")
@@ -256,3 +259,37 @@ def test_wrong_settings_are_refused_by_name(override: str, message: str) -> None
 def test_a_study_without_rules_is_refused() -> None:
     with pytest.raises(ConfigError, match="no rules for task=matrix_sensing; choose some, as in rules=nine"):
         validated(composed(["task=matrix_sensing"]))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def executed(outputs: Path, looks: int | None = None) -> tuple[dict[str, Any], bytes]:
+    """A small study run by its task; asked to stop at every `looks`-th look, and started again."""
+    overrides = ["scale=debug", "study=none", "task=matrix_sensing", "rules=few", "sensing.size=10", "sensing.rank=1"]
+    overrides += ["sensing.measurements=60", "sensing.width=10", "sensing.steps=150", "sensing.check_every=25"]
+    config = validated(composed([*overrides, "progress=false", f"paths.outputs={outputs}"]))
+    for _ in range(20):
+        prepared = matrix_sensing.prepare(config)
+        run = Run.open(config, prepared.facts, prepared.total_steps)
+        with pytest.MonkeyPatch.context() as patch:
+            if looks is not None:
+                patch.setattr(matrix_sensing, "stop_signals", stopped_at(looks))
+            try:
+                with run.recording():
+                    result = prepared.execute(run)
+                    run.succeed(result)
+            except Interrupted:
+                continue
+        return json.loads(json.dumps(result)), (run.directory / "metrics.jsonl").read_bytes()
+    raise AssertionError("it never came to an end")
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    wanted, metrics = executed(tmp_path / "whole")
+    assert {m["arm"] for m in wanted["members"]} == {"gd", "adam", "muon", "shampoo"}
+    assert wanted["reference"]["error"] < 1
+    assert len(metrics.splitlines()) == 7
+    assert executed(tmp_path / "stopped", looks=40) == (wanted, metrics)
+    with pytest.raises(AssertionError, match="it never came to an end"):
+        executed(tmp_path / "control", looks=0)

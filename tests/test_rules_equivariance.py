@@ -36,17 +36,17 @@ FOLLOW: list[tuple[str, dict[str, Any]]] = [
     ("flow_adam", {"precond_power": 0.0, "clip": "global"}),
     ("flow_adam", {"precond_power": 0.0, "clip": "global", "clip_value": 0.1}),
 ]
-# (rule, settings, how far its run from the rotated pair is from the rotated run, to a digit).
+# (rule, settings, how far the run from the rotated pair is from the rotated run).
 BREAK: list[tuple[str, dict[str, Any], float]] = [
-    ("adam", {}, 0.1),
-    ("rmsprop", {}, 0.1),
-    ("signum", {}, 0.1),
-    ("lion", {}, 0.1),
-    ("adafactor", {}, 0.1),
-    ("dial", {"precond_power": 0.5}, 0.1),
-    ("dial", {"precond_power": 0.0, "scalar": "geomean"}, 0.1),
-    ("flow_adam", {"precond_power": 1.0, "clip": "global"}, 0.1),
-    ("flow_adam", {"precond_power": 0.0, "clip": "coordinate", "clip_value": 0.05}, 0.1),
+    ("adam", {}, 0.14),
+    ("rmsprop", {}, 0.10),
+    ("signum", {}, 0.39),
+    ("lion", {}, 0.31),
+    ("adafactor", {}, 0.14),
+    ("dial", {"precond_power": 0.5}, 0.076),
+    ("dial", {"precond_power": 0.0, "scalar": "geomean"}, 0.051),
+    ("flow_adam", {"precond_power": 1.0, "clip": "global"}, 0.070),
+    ("flow_adam", {"precond_power": 0.0, "clip": "coordinate", "clip_value": 0.05}, 0.0033),
 ]
 
 
@@ -107,14 +107,20 @@ def test_rules_of_whole_matrices_follow_every_rotation(name: str, settings: dict
 
 @pytest.mark.parametrize(("name", "settings", "size"), BREAK)
 def test_rules_of_entries_do_not_follow_a_rotation(name: str, settings: dict[str, Any], size: float) -> None:
-    """The identity (the control) they follow, to the bit."""
-    assert APART < size / 2 < residual(name, Q, **settings) < 2 * size
+    """Neither does the geometric mean, by 5 per cent in 25 steps. The identity (the control) they follow to the bit.
+
+    The sizes are given to a factor of two: what they are on this pair, and no constants of the rules.
+    """
+    found = residual(name, Q, **settings)
+    assert found > APART
+    assert size / 2 < found < 2 * size
     assert residual(name, torch.eye(RANK, dtype=torch.float64), **settings) == 0.0
 
 
 def test_scaled_gd_follows_every_invertible_matrix_and_gradient_descent_only_rotations() -> None:
     """(U M, V M^-T). A damping (the other control) is seen by what is no rotation."""
-    for name, settings, follows in (("scaled_gd", {}, True), ("scaled_gd", {"damping": 0.1}, False), ("gd", {}, False)):
+    damped: dict[str, Any] = {"damping": 0.1}
+    for name, settings, follows in (("scaled_gd", {}, True), ("scaled_gd", damped, False), ("gd", {}, False)):
         base, other = run(name, factors(), **settings), run(name, gauged(factors(), INVERTIBLE), **settings)
         miss = max(distance(*pair) for pair in zip(other, gauged(base, INVERTIBLE), strict=True))
         assert miss < EXACT if follows else not miss < APART
@@ -139,8 +145,9 @@ POWERS: list[tuple[str, dict[str, Any], int]] = [
 def test_a_pair_rescaled_by_a_power_of_two_repeats_the_run_bit_for_bit_at_rates_that_follow(
     name: str, settings: dict[str, Any], exponent: int
 ) -> None:
-    """Every operation of these rules commutes with powers of two. At one rate (the control) only exponent 1 does, and
-    with eps none but those that have none."""
+    """Every operation of these rules commutes with powers of two; at the rates as they are (the control) only where
+    the exponent is 1, and with an eps (the other control) at no rates.
+    """
     c = 32.0
     base = run(name, factors(), **settings)
     a, b = factors()

@@ -7,12 +7,36 @@ from typing import Any
 
 import pytest
 import torch
-from identities import draw
+from identities import distance, draw
 from torch import nn
 
 from saggs.rules import RULES, Adam, Dial, ScaledGD
 
+SAME = 1e-12
 MATRIX_RULES = ("adafactor", "muon", "shampoo", "scaled_gd")
+
+
+def test_settings_of_a_group_act_on_its_weights_and_the_shared_number_on_all() -> None:
+    """A dial of two groups, each with betas, eps and power of its own, written out. Sharing nothing is the control."""
+    w = [nn.Parameter(draw(1, 4, 3)), nn.Parameter(draw(2, 5))]
+    g = [draw(3, 4, 3), draw(4, 5)]
+    settings = [
+        {"betas": (0.9, 0.99), "eps": 1e-3, "precond_power": 0.25},
+        {"betas": (0.5, 0.8), "eps": 1e-2, "precond_power": 0.6, "scalar": "geomean"},
+    ]
+    optimizer = Dial([{"params": [p], **own} for p, own in zip(w, settings, strict=True)], lr=0.1)
+    before = [p.detach().clone() for p in w]
+    for p, own in zip(w, g, strict=True):
+        p.grad = own
+    optimizer.step()
+    # At the first step both corrected moments are those of the gradient, whatever the betas.
+    everything = torch.cat([x.flatten() for x in g])
+    rms = everything.square().mean().sqrt()
+    logs = torch.cat([torch.log(g[0].abs() + 1e-3).flatten(), torch.log(g[1].abs() + 1e-2)])
+    for index, (scale, eps, power) in enumerate(((rms, 1e-3, 0.25), (logs.mean().exp(), 1e-2, 0.6))):
+        for shared, within in ((scale, True), (g[index].square().mean().sqrt(), False)):
+            wanted = g[index] / ((g[index].abs() + eps) ** power * (shared + eps) ** (1 - power) + eps)
+            assert (distance(before[index] - w[index].detach(), 0.1 * wanted) < SAME) == within
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -44,6 +68,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("shampoo", {"exponent": 0.25}, r"exponent=0.25 must be a number in \[-1, 0\]"),
     ("flow_adam", {"clip": "globally"}, "the nearest is 'global'"),
     ("flow_adam", {"clip_value": -1.0}, "clip_value=-1.0 must be None or a number"),
+    ("flow_adam", {"moment_limit": float("inf")}, "moment_limit=inf must be a number, 0 or more, and finite"),
 ]
 
 

@@ -9,14 +9,15 @@ from torch import nn
 
 from experiments import registry
 from experiments.checks import ConfigError
-from experiments.config import SGD, AdamW, CustomOptimizer, Optimizer, RMSprop
+from experiments.config import SGD, Adam, AdamW, CustomOptimizer, Muon, Optimizer, RMSprop, ScalarAdam
+from saggs import rules
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     """The optimizer of a model. Weight decay acts on parameters of two and more dimensions.
 
     Raises:
-        ConfigError: a custom optimizer nobody registered, or an option it does not take.
+        ConfigError: Muon, or a custom optimizer that nobody registered, or an option it does not take.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -32,6 +33,16 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, nesterov=nesterov, fused=True)
     if isinstance(config, RMSprop):
         return torch.optim.RMSprop(groups, lr=config.learning_rate, alpha=config.alpha, eps=config.eps, foreach=True)
+    if isinstance(config, Adam):
+        betas = (config.beta1, config.beta2)
+        return torch.optim.Adam(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    if isinstance(config, ScalarAdam):
+        return rules.ScalarAdam(groups, config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps)
+    if isinstance(config, Muon):
+        raise ConfigError(
+            "optimizer=muon: a language model has one optimizer, and Muon is for its hidden matrices only; use it with "
+            "task=attention_rotation, or choose another optimizer"
+        )
     assert isinstance(config, CustomOptimizer)
     rates = {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
     built = registry.build("optimizer", config.name, config.options, groups=groups, **rates)

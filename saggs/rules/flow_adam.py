@@ -92,7 +92,7 @@ class FlowAdam(Rule):
         "decay": FRACTION,
         "norm_ratio": Within(),
         "change_ratio": Within(infinite=True),
-        "moment_limit": Within(infinite=True),
+        "moment_limit": Within(),
         "mix": Within(0.0, 1.0),
     }
 
@@ -215,7 +215,7 @@ def _advance_moments(
     Returns:
         The numerators of the directions: the first moment, or `flow_rate` times the clipped gradient.
     """
-    weight = torch.where(flow, 1.0, 0.0).double()
+    weight = flow.double()
     dial, flowing = _factors(tuple(settings["betas"]), settings["mix"], settings["flow_rate"], flow.device)
     factors = torch.lerp(dial, flowing, weight)  # exactly the one or the other
     value = settings["clip_value"]
@@ -223,7 +223,7 @@ def _advance_moments(
         clipped = list(gradients)
         factors[5].mul_(((10.0 if value is None else value) / norms[0].to(flow.device)).clamp_max_(1.0))
     else:
-        limits = spread(torch.where(flow, 1.0 if value is None else value, math.inf), gradients)
+        limits = spread(torch.full_like(weight, 1.0 if value is None else value).where(flow, math.inf), gradients)
         clipped = [torch.maximum(g, -limit).minimum(limit) for g, limit in zip(gradients, limits, strict=True)]
     lengths = factors[5] * torch.stack([entry_norm(x) for x in clipped]).double()
     limit = settings["moment_limit"] * torch.stack([entry_norm(state["first"]) for state in states]).double()
