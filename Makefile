@@ -84,10 +84,10 @@ table8: setup ## results/tables/table8.* and its figures from committed summarie
 	@$(PY) scripts/plot.py table8 --scale $(SCALE)
 
 tables: setup ## every committed table, from committed summaries
-	@$(PY) scripts/aggregate.py table1 table2 tune_table2 table5 table6 table7 table8 --strict
+	@$(PY) scripts/aggregate.py table1 table2 tune_table2 table5 table6 --strict
 
 figures: setup ## every committed figure, from committed summaries
-	@$(PY) scripts/plot.py table1 table2 tune_table2 table5 table6 table7 table8
+	@$(PY) scripts/plot.py table1 table2 tune_table2 table5 table6
 
 bench: setup ## speed as ratios, written to results/benchmarks
 	@$(PY) benchmarks/training_step.py

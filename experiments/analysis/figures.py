@@ -52,7 +52,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _styled(function: Callable[P, R]) -> Callable[P, R]:
+def styled(function: Callable[P, R]) -> Callable[P, R]:
+    """Apply the style of all figures while a function draws, and leave none of it behind."""
+
     @wraps(function)
     def with_style(*arguments: P.args, **keywords: P.kwargs) -> R:
         with matplotlib.style.context(["default", STYLE]):
@@ -61,7 +63,7 @@ def _styled(function: Callable[P, R]) -> Callable[P, R]:
     return with_style
 
 
-@_styled
+@styled
 def validation_curves(
     frame: pd.DataFrame, arms: Sequence[str], title_by_model: Mapping[str, str], from_step: int = 0
 ) -> Figure:
@@ -102,9 +104,9 @@ def validation_curves(
         axes.set_title(title)
         axes.set_ylabel("validation perplexity")
         axes.margins(x=0.02)
-        _log_axis(axes.yaxis, drawn)
+        log_axis(axes.yaxis, drawn)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=ROUND_STEPS))
-        axes.xaxis.set_major_formatter(FuncFormatter(_number_text))
+        axes.xaxis.set_major_formatter(FuncFormatter(number_text))
     _label_lowest(panels, "step")
     handles: list[Artist] = [
         Line2D([], [], color=colors[arm], linestyle=ARM_DASHES.get(arm, "-"), label=f"{_label(arm)}, {_n(counts[arm])}")
@@ -114,11 +116,11 @@ def validation_curves(
         handles.append(Patch(color=FAINT, alpha=0.3, linewidth=0, label="band: min–max of seeds"))
     if partial_runs:
         handles.append(Line2D([], [], color=FAINT, linestyle=":", linewidth=0.8, label="unfinished run"))
-    _legend(figure, handles)
+    draw_legend(figure, handles)
     return figure
 
 
-@_styled
+@styled
 def paired_differences(
     frame: pd.DataFrame,
     contrasts: Sequence[tuple[str, str]],
@@ -155,15 +157,15 @@ def paired_differences(
         axes.grid(False, axis="y")
         axes.margins(x=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND_STEPS, min_n_ticks=3))
-        axes.xaxis.set_major_formatter(FuncFormatter(_number_text))
+        axes.xaxis.set_major_formatter(FuncFormatter(number_text))
     _label_lowest(panels, "paired difference in test perplexity\n(below zero: the first arm is better)")
     dot = Line2D([], [], linestyle="", marker="o", color=FAINT, alpha=0.6, markeredgewidth=0, label="one seed")
     mean = Line2D([], [], marker="D", color=INK, linewidth=1, markersize=3, label="mean with 95 % t-interval")
-    _legend(figure, [dot, mean])
+    draw_legend(figure, [dot, mean])
     return figure
 
 
-@_styled
+@styled
 def learning_rate_sweep(
     frame: pd.DataFrame,
     arms: Sequence[str],
@@ -204,8 +206,8 @@ def learning_rate_sweep(
             raise ValueError(f"no validation perplexity of {model!r} in {', '.join(arms)}; collect a finished sweep")
         axes.set_title(title, pad=7)
         axes.set_ylabel("validation perplexity")
-        _log_axis(axes.yaxis, drawn)
-        _log_axis(axes.xaxis, rates, ticks=sorted(rates)[:: math.ceil(len(rates) / 7)])
+        log_axis(axes.yaxis, drawn)
+        log_axis(axes.xaxis, rates, ticks=sorted(rates)[:: math.ceil(len(rates) / 7)])
         rate = chosen.get(model) if isinstance(chosen, Mapping) else chosen
         if rate is not None:
             axes.axvline(rate, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
@@ -228,11 +230,11 @@ def learning_rate_sweep(
         handles.append(
             Line2D([], [], color=FAINT, linestyle="", marker="x", markersize=4, label="a run did not finish")
         )
-    _legend(figure, handles)
+    draw_legend(figure, handles)
     return figure
 
 
-@_styled
+@styled
 def save(figure: Figure, directory: Path, stem: str) -> list[Path]:
     """Write ``stem``.pdf, .svg and .png, each atomically, without dates: the same figure gives the same bytes."""
     undated: dict[str, dict[str, Any]] = {
@@ -265,7 +267,7 @@ def _label_lowest(panels: Sequence[Axes], text: str) -> None:
         axes.set_xlabel(text)
 
 
-def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
+def draw_legend(figure: Figure, handles: Sequence[Artist]) -> None:
     """A legend below the panels, in two columns where they fit the width; the figure grows by its height."""
     for columns in (2, 1):
         legend = figure.legend(handles=list(handles), loc="outside lower center", ncols=columns)
@@ -328,7 +330,7 @@ def _difference_note(comparison: Comparison) -> str:
     return text if comparison.difference.interval is not None else f"{text}, no interval"
 
 
-def _log_axis(axis: Axis, values: Iterable[float], ticks: Sequence[float] | None = None) -> None:
+def log_axis(axis: Axis, values: Iterable[float], ticks: Sequence[float] | None = None) -> None:
     """A logarithmic axis with plain numbers at round places, however narrow or wide the range."""
     low, high = min(values := list(values)), max(values)
     margin = max(high / low, 1.0001) ** 0.05
@@ -343,10 +345,11 @@ def _log_axis(axis: Axis, values: Iterable[float], ticks: Sequence[float] | None
         ticks = [step * 10.0**decade for decade in decades for step in steps]
     axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(_number_text))
+    axis.set_major_formatter(FuncFormatter(number_text))
 
 
-def _number_text(value: float, _position: object = None) -> str:
+def number_text(value: float, _position: object = None) -> str:
+    """A number at a tick: three significant digits, a real minus sign, no zeros in front of an exponent."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:e}".split("e")
         return f"{float(mantissa):.3g}e{int(exponent)}".replace("-", "−")

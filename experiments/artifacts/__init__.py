@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from experiments.artifacts import table1, table2, table5, tune_table2
+from experiments.artifacts import table1, table2, table5, table6, table7, table8, tune_table2
 from experiments.artifacts.artifact import Artifact
 from experiments.checks import nearest
 
 ARTIFACTS: dict[str, Artifact] = {
-    a.name: a for a in (table1.ARTIFACT, table2.ARTIFACT, table5.ARTIFACT, tune_table2.ARTIFACT)
+    module.ARTIFACT.name: module.ARTIFACT for module in (table1, table2, table5, table6, table7, table8, tune_table2)
 }
 
 
