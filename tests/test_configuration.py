@@ -52,7 +52,7 @@ GROUPS = sorted(
 )
 OPTIONS = [f"{group}/{path.stem}" for group in GROUPS for path in sorted((schema.CONFIGS / group).glob("*.yaml"))]
 EXPERIMENTS = {"table1": 1, "table2": 50, "table2_debug": 20, "table2_paper": 50, "table5": 5, "table5_debug": 2}
-EXPERIMENTS |= {"tune_table2": 40, "table6": 36, "table6_debug": 2, "table7": 2, "table7_chosen": 2, "table7_debug": 2}
+EXPERIMENTS |= {"tune_table2": 40, "table6": 39, "table6_debug": 2, "table7": 2, "table7_chosen": 2, "table7_debug": 2}
 EXPERIMENTS |= {"table7_paper": 16, "table8": 8, "table8_debug": 4}
 
 

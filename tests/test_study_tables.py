@@ -85,7 +85,7 @@ def test_table_6_holds_what_the_members_say(sensing: list[SweepRun]) -> None:
         assert float(row["error_std"]) == pytest.approx(stdev(errors), rel=1e-4)
         assert row["n"] == row["n_seeds"] == "2"
     assert found["gd", "held out"]["rate"] == "0.03", "the other rate diverges"
-    assert any("gd: a seed diverged at 1e+06" in note for note in printed.notes)
+    assert any("GD: a seed diverged at 1e+06" in note for note in printed.notes)
 
 
 def test_table_6_says_what_is_missing(sensing: list[SweepRun]) -> None:

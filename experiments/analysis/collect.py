@@ -18,15 +18,7 @@ import pandas as pd
 Json = dict[str, Any]
 
 IDENTIFYING = (
-    "run_id",
-    "identity",
-    "group",
-    "numerics_version",
-    "model",
-    "arm",
-    "scale",
-    "optimizer",
-    "seed",
+    *("run_id", "identity", "group", "numerics_version", "model", "arm", "scale", "optimizer", "seed"),
     "learning_rate",
 )
 MEASUREMENTS = (
@@ -50,8 +42,7 @@ COLUMNS = (
     *OBJECTS,
     *("source", "path"),
 )
-# What a result may hold beside the figures of a language model: of a run that continued one state in several ways, of
-# the atlas, of the studies.
+# What a result may hold beside a language model's figures.
 PARTS = ("arms", "optimizers", "members", "reference", "truth", "scene", "examples", "ratios")
 STATUSES = ("running", "done", "failed", "diverged", "interrupted", "unreadable")
 CELL = ("model", "arm")
