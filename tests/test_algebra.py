@@ -118,8 +118,11 @@ def test_a_kind_that_is_not_found_is_counted_as_unexplained_and_its_parameters_a
 
 
 def test_a_single_generator_that_is_not_found_is_missed_in_its_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = set()  # which relation is found first depends on the last bits
+
     def drop(generators: list[Generators]) -> list[Generators]:
         relation = generators[0].relation
+        layers.update(".".join(side.lines.name.split(".")[:3]) for side in relation.sides)
         fewer = replace(relation, sides=tuple(replace(s, index=s.index[1:]) for s in relation.sides))
         return [replace(generators[0], relation=fewer), *generators[1:]]
 
@@ -127,8 +130,9 @@ def test_a_single_generator_that_is_not_found_is_missed_in_its_own_layer(monkeyp
     family = MODELS["falcon_7b"]
     found = algebra(built("falcon_7b"), family.inputs, family.output)
     assert found.null_space.unexplained == 1
-    assert all(name.startswith("transformer.h.0.") for name in found.null_space.left_over)
-    assert "1 dimensions are NOT explained by generators; they move transformer.h.0." in str(found)
+    (layer,) = layers
+    assert all(name.startswith(f"{layer}.") for name in found.null_space.left_over)
+    assert f"1 dimensions are NOT explained by generators; they move {layer}." in str(found)
     assert COMPLETE not in str(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import math
@@ -35,6 +34,7 @@ from forked import (
 )
 
 from experiments.checks import validated
+from experiments.identity import recorded
 from experiments.run import Run, RunAlive, peek
 
 SHORT = [*DEBUG, "arm=control", "training.steps=8", "logging.every=1", "evaluation.every=8", "checkpoint.every=4"]
@@ -345,5 +345,5 @@ def test_a_diverged_run_makes_a_sweep_end_with_1_and_stands_in_its_table(outputs
 def test_configurations_are_not_changed_by_running(finished: Path) -> None:
     config = validated(composed(at(finished)))
     stored = read(directory(finished) / "manifest.json")["config"]
-    assert stored == json.loads(json.dumps(dataclasses.asdict(config)))
+    assert stored == json.loads(json.dumps(recorded(config)))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -16,6 +16,7 @@ from experiments.language_model import checkpoint
 from experiments.language_model.data import load_data
 from experiments.language_model.model import build_model
 from experiments.language_model.tokens import save_tokenizer
+from experiments.study_config import IndianPines, ModularAddition
 
 
 def export(run: Path, folder: Path) -> int:
@@ -49,9 +50,10 @@ def export(run: Path, folder: Path) -> int:
 def config_of(run: Path) -> Config:
     """The configuration of a run, from its manifest."""
     stored = read_json(run / "manifest.json")["config"]
-    typed = {group: _option(group, stored[group]) for group in schema.OPTIONS}
+    typed = {group: _option(group, stored[group]) for group in schema.OPTIONS if group in stored}
     plain = {key: value for key, value in stored.items() if key not in typed}
-    base = OmegaConf.structured(Config)
+    # What belongs to other tasks is not in the manifest, and may be anything.
+    base = OmegaConf.structured(Config(scene=IndianPines(), attention=ModularAddition(steps=1)))
     return validated(OmegaConf.merge(base, plain, {k: OmegaConf.structured(v) for k, v in typed.items()}))  # type: ignore[arg-type]
 
 
