@@ -118,7 +118,7 @@ def test_a_kind_that_is_not_found_is_counted_as_unexplained_and_its_parameters_a
 
 
 def test_a_single_generator_that_is_not_found_is_missed_in_its_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = set()  # which relation is found first depends on the last bits
+    layers: set[str] = set()  # which relation is found first depends on the last bits
 
     def drop(generators: list[Generators]) -> list[Generators]:
         relation = generators[0].relation
