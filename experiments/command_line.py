@@ -104,6 +104,7 @@ def _refuse_ignored(task: str) -> None:
         key = override.lstrip("+~").partition("=")[0].partition("@")[0]
         parts = key.split(".")
         own = DECIDED_BY.get(task)
+        own = (*own, "wandb") if own is not None and task != "optimizer_atlas" else own  # the atlas mirrors nothing
         heeded = parts[0] not in STUDIES if own is None else parts[0] in (*own, *ALWAYS_HEEDED)
         if not heeded:
             raise ConfigError(f"{override}: task={task} has no such setting, and would ignore it")
