@@ -38,16 +38,7 @@ $(READY): requirements.lock pyproject.toml
 data: setup ## fetch or build, tokenise and verify the data of SCALE
 	@$(PY) scripts/data.py --scale $(SCALE) $(OVERRIDES)
 
-reproduce-reproduce-table6: setup ## table 6 from nothing: matrix sensing by nine update rules, the dial, FlowAdam, and their controls
-	@$(PY) scripts/reproduce.py table6 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
-
-reproduce-table7: setup ## table 7 from nothing: a hyperspectral scene completed, rates as published and as validation chooses
-	@$(PY) scripts/reproduce.py table7 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
-
-reproduce-table8: setup ## table 8 from nothing: attention rotated: which rules see the basis
-	@$(PY) scripts/reproduce.py table8 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
-
-table1: setup ## table 1 from nothing: every optimizer of two libraries probed, about a minute
+reproduce-table1: setup ## table 1 from nothing: every optimizer of two libraries probed, about a minute
 	@$(PY) scripts/reproduce.py table1 --scale $(SCALE) --launcher basic --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
 reproduce-table2: setup ## table 2 from nothing: data, sweep, table, figure, verdict
@@ -58,6 +49,15 @@ tune-table2: setup ## the learning-rate sweep behind table 2
 
 reproduce-table5: setup ## table 5 from nothing: one training state, rescaled in mid-run and continued in ten ways
 	@$(PY) scripts/reproduce.py table5 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
+reproduce-table6: setup ## table 6 from nothing: matrix sensing by nine update rules, the dial, FlowAdam, and their controls
+	@$(PY) scripts/reproduce.py table6 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
+reproduce-table7: setup ## table 7 from nothing: a hyperspectral scene completed, rates as published and as validation chooses
+	@$(PY) scripts/reproduce.py table7 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
+
+reproduce-table8: setup ## table 8 from nothing: attention rotated: which rules see the basis
+	@$(PY) scripts/reproduce.py table8 --scale $(SCALE) --launcher $(LAUNCHER) --jobs $(JOBS) --reuse $(REUSE) $(if $(SEEDS),--seeds $(SEEDS)) $(OVERRIDES)
 
 table1: setup ## results/tables/table1.* and its figure from the committed summary, no measurement
 	@$(PY) scripts/aggregate.py table1 --scale $(SCALE) --strict

@@ -49,6 +49,23 @@ def test_make_tables_makes_every_committed_table() -> None:
         assert sorted(word for word in words if not word.startswith("-")) == COMMITTED
 
 
+@pytest.mark.parametrize("name", sorted(ARTIFACTS))
+def test_every_artifact_has_its_two_commands(name: str) -> None:
+    """What `make` would run, each named once; a name that no artifact has is the control."""
+
+    def would_run(target: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    tuned = name.startswith("tune_")
+    made = would_run(name.replace("_", "-") if tuned else f"reproduce-{name}")
+    assert f"scripts/reproduce.py {name} " in made.stdout
+    assert "overriding" not in made.stderr + made.stdout
+    again = would_run("tables" if tuned else name)
+    assert f" {name} " in next(line for line in again.stdout.splitlines() if "scripts/aggregate.py" in line)
+    assert "scripts/reproduce.py" not in again.stdout
+    assert would_run(f"reproduce-{name}x").returncode != 0
+
+
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_tables_are_what_committed_summaries_give_byte_for_byte(name: str, tmp_path: Path) -> None:
     artifact = get(name)

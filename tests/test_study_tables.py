@@ -123,15 +123,15 @@ def test_verdicts_of_table_6_tell_a_reproduced_arm_from_another(sensing: list[Sw
     assert {v.text for v in none} == {"no committed cell"}
 
 
+COMPLETION = [
+    *("study=completion", "rules.gd.rates=[1.0,30.0]", "rules.adam.rates=[1e-3,1e-2]"),
+    *("rules.scalar_adam.rates=[1e-2]", "rules.muon.rates=[1e-2]"),
+]
+
+
 @pytest.fixture(scope="module")
 def completion(tmp_path_factory: pytest.TempPathFactory) -> list[SweepRun]:
-    overrides = [
-        "study=completion",
-        "rules.gd.rates=[1.0,30.0]",
-        "rules.adam.rates=[1e-3,1e-2]",
-        "rules.scalar_adam.rates=[1e-2]",
-    ]
-    return carried_out(table7.ARTIFACT, tmp_path_factory.mktemp("completion"), [*overrides, "rules.muon.rates=[1e-2]"])
+    return carried_out(table7.ARTIFACT, tmp_path_factory.mktemp("completion"), COMPLETION)
 
 
 def test_table_7_compares_at_equal_training_error(completion: list[SweepRun]) -> None:
@@ -155,13 +155,17 @@ def test_table_7_compares_at_equal_training_error(completion: list[SweepRun]) ->
 
 
 def test_table_7_names_a_chosen_rate_that_was_not_run(completion: list[SweepRun]) -> None:
-    rows = rows_of(completion)
-    without = rows.frame.copy()
-    for members in without.loc[without["seed"] == 123, "members"]:
-        members[:] = [m for m in members if (m["arm"], m["rate"], m["second_pass"]) != ("muon", 1e-2, False)]
-    printed, _ = table7.build_table(dataclasses.replace(rows, frame=without))
-    assert "muon" not in "".join(note for note in printed.notes if "chooses" in note), "nothing can be chosen then"
-    assert "muon: 0.01: not run" in " ".join(printed.notes) or "muon" in " ".join(printed.notes)
+    """With a third seed that only reports, and of which there is no run; with the two that select there is no note."""
+    folder = completion[0].directory.parent
+    wider = table7.ARTIFACT.sweep("debug", [*COMPLETION, f"paths.outputs={folder.parent}", "seed=42,123,456"])
+    printed, csv = table7.build_table(read_rows(wider, "debug", live=folder))
+    notes = [note for note in printed.notes if "which was not run on" in note]
+    rates = {r["selection"]: r["rate"] for r in records(csv) if r["rule"] == "adam"}
+    for selection in ("published", "held out"):
+        said = f"completion, adam: {selection} chooses {float(rates[selection]):g}, which was not run on 456; add it to"
+        assert any(note.startswith(said) for note in notes), notes
+    assert {(r["n"], r["n_seeds"]) for r in records(csv) if r["rule"] == "adam"} == {("2", "3")}
+    assert not [note for note in table7.build_table(rows_of(completion))[0].notes if "which was not run on" in note]
 
 
 def test_verdicts_of_table_7_tell_a_reproduced_arm_from_another(completion: list[SweepRun], tmp_path: Path) -> None:
